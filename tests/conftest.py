@@ -33,7 +33,7 @@ hypothesis.settings.load_profile('suite')
 
 
 class TorchRandom:
-    """torch's generator as hypothesis wants it, so that every example starts from the same state."""
+    """Adapt torch's generator to hypothesis, so that every example starts from the same state."""
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -130,7 +130,7 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def instant_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmarks whose cases are not run: all take as long."""
+    """Let all cases of a benchmark take equally long, without running them."""
     from benchmarks import runner
 
     class Worker:

@@ -1,4 +1,4 @@
-"""The definitions, token by token: what every op means, written to be read beside the paper.
+"""The definitions of the ops, token by token, to be read beside the paper.
 
 One loop per batch row, query, head and key, in float64, differentiable, and nothing shared with the package. Signatures
 are those of the public ops. Letters: l = compress_block_size, d = stride, l' = selection_block_size, t = position of a
@@ -20,7 +20,7 @@ Results = dict[tuple[int, int, int], tuple[Tensor, Tensor] | None]
 
 
 class Query(NamedTuple):
-    """A query: where it is stored, where it stands, and which keys and compressed blocks its sequence has."""
+    """A query: where it is stored, its position, and the keys and compressed blocks of its sequence."""
 
     batch: int
     index: int
@@ -160,7 +160,7 @@ def select_blocks(
 
 
 def forced_blocks(own_block: int, num_init: int, num_local: int, causal: bool) -> list[int]:
-    """In the order in which they are taken. Some of them may not exist."""
+    """Return forced blocks in the order in which they are selected. Some of them may not exist."""
     own = [own_block] if num_local > 0 else []
     initial = list(range(num_init))
     local = []
@@ -358,9 +358,8 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Softmax attention of one query over the keys it reads: output and log-sum-exp, None where it reads nothing.
-
-    sinks `[]` or `[M]` are logits of keys whose values are 0.
+    """Return output and log-sum-exp of one query over the keys it reads, None where it reads nothing. sinks `[]` or
+    `[M]` are logits of keys whose values are 0.
     """
     if not keys and sinks is None:
         return None

@@ -1,4 +1,4 @@
-"""The definition of the layer: every sequence for itself, every token for itself, around the definition of `nsa`."""
+"""The definition of the layer: sequence by sequence and token by token, around the definition of `nsa`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compress(tokens: Tensor, positions: Tensor, network: Callable[[Tensor], Tens
 
 
 def layer(attn: SparseAttention, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """`SparseAttention` in float64: every sequence of a batch for itself, 0 at tokens that belong to none."""
+    """Compute `SparseAttention` in float64, sequence by sequence; tokens of no sequence give 0."""
     sequences = []
     if cu_seqlens is not None:
         for start, stop in itertools.pairwise(cu_seqlens.tolist()):
@@ -94,14 +94,14 @@ def layer_of_one_sequence(attn: SparseAttention, x: Tensor) -> Tensor:
 
 
 def normalise(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    """Divides the features of each head of `[T, H, D]` by their root mean square, and scales them."""
+    """Divide the features of each head of `[T, H, D]` by their root mean square, and scale them."""
     if norm is None:
         return x
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
 
 def rotate(x: Tensor, rotary: Rotary | None) -> Tensor:
-    """Turns the feature pairs (2i, 2i + 1) of `[T, H, D]` by position times frequency i, an angle in float32."""
+    """Rotate the feature pairs (2i, 2i + 1) of `[T, H, D]` by position times frequency i, an angle in float32."""
     if rotary is None:
         return x
     result = []

@@ -1,4 +1,4 @@
-"""`SparseAttention` is its definition to 1e-9 in float64: every setting, padded and packed, outputs and gradients."""
+"""`SparseAttention` equals its definition to 1e-9 in float64: all settings, padded, packed, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     'default': {},
-    'differentiable choice': {'use_diff_topk': True},
+    'differentiable selection': {'use_diff_topk': True},
     'heads alone': {'query_heads_share_selected_kv': False, 'use_diff_topk': True},
     'own branches': {'independent_branch_kv': True, 'dim_value_head': 3},
     'no rotary': {'rotary_emb': False},
@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_layer(**settings: Any) -> SparseAttention:
-    """A layer in float64 whose parameters are all random."""
+    """Return a layer in float64 with random parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         layer = SparseAttention(**(SIZES | settings)).double()

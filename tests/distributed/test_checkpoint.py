@@ -32,7 +32,7 @@ BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def make(kind: str, tp: int, seed: int, **settings: Any) -> Transformer:
-    """A model on data x tp ranks, not divided by heads where tp is 1."""
+    """Return a model on data x tp ranks; with tp = 1 its heads are not divided."""
     mesh = init_device_mesh('cpu', (dist.get_world_size() // tp, tp), mesh_dim_names=('data', 'tensor'))
     model = make_model(kind, seed=seed, depth=1, **settings)
     if tp > 1:
@@ -41,7 +41,7 @@ def make(kind: str, tp: int, seed: int, **settings: Any) -> Transformer:
 
 
 def train(kind: str, tp: int, seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
-    """A model after one step."""
+    """Return a model after one training step."""
     model = make(kind, tp, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(make_ids(2, seed=seed), return_loss=True).backward()
@@ -92,7 +92,7 @@ def load(folder: Path, tp: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(('saved', 'loaded'), [((4, 2), (1, 1)), ((3, 1), (4, 2))])
 def test_across_tensor_parallelism(saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path) -> None:
-    """saved, loaded: processes, and tensor ranks of them."""
+    """saved, loaded: numbers of processes and of tensor ranks."""
     for name, function, (ranks, tp) in (('first', save, saved), ('second', load, loaded)):
         (tmp_path / name).mkdir()
         run_processes(function, ranks, tmp_path / name, tmp_path, tp)

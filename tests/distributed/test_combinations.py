@@ -23,7 +23,7 @@ from tests.distributed.test_context_parallel import assert_same_blocks, line
 
 
 def train_with_other_parallelism() -> None:
-    """On meshes of two dimensions, in the order of `docs/distributed.md`; one shard may be empty."""
+    """Train on meshes of two dimensions, in the order of `docs/distributed.md`; one shard may be empty."""
     ids, rank, even = make_ids(2), dist.get_rank(), [range(16), range(16, 33)]
     by_tensor = init_device_mesh('cpu', (2, 2), mesh_dim_names=('context', 'tensor'))
     by_data = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'context'))

@@ -1,4 +1,4 @@
-"""`apply_cp` and `context_parallel_nsa`: a sequence that is divided over ranks gives what one process gives.
+"""`apply_cp` and `context_parallel_nsa`: a sequence divided over ranks has the results of one process.
 
 PyTorch's own `context_parallel` is refused: sparse attention would read the shard of its rank alone.
 """
@@ -46,7 +46,9 @@ def line() -> Any:
 
 
 def cut(total: int, draw: random.Random | None = None, ranks: int | None = None) -> list[range]:
-    """Return contiguous shards of all ranks, near each other in length, or drawn with empty ones among them."""
+    """Return contiguous shards of all ranks, of nearly equal lengths, or of random lengths with empty shards among
+    them.
+    """
     ranks = dist.get_world_size() if ranks is None else ranks
     inner = [total * rank // ranks for rank in range(1, ranks)]
     if draw is not None:
@@ -304,7 +306,7 @@ def train_function_alone() -> None:
 
 
 def call_under_autocast() -> None:
-    """Half types under autocast to the other one; in turn all ranks, two and one have tokens."""
+    """Half types under autocast to the other half type; all ranks, two ranks, or one rank hold tokens."""
     for seqlen, dtype in ((18, torch.float16), (2, torch.bfloat16), (1, torch.float16)):
         shard = cut(seqlen)[dist.get_rank()]
         sizes = {'q': (2, 8), 'k': (1, 8), 'v': (1, 6), 'gates': (2, 3)}
@@ -337,7 +339,7 @@ def test_function(tmp_path: Path) -> None:
 
 
 def run_compiled() -> None:
-    """In a compiled model or module, what exchanges tokens runs uncompiled."""
+    """In a compiled model or module, the exchanges of tokens run uncompiled."""
     one, ids, rank = make_model(depth=1), make_ids(1), dist.get_rank()
     model: Any = torch.compile(apply_cp(copy.deepcopy(one), line()), backend='eager')
     for shard in (cut(33)[rank], [range(33), range(33, 33)][rank]):

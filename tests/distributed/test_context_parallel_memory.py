@@ -65,7 +65,7 @@ def count_bytes() -> None:
 
 
 def gather_unequal_shards() -> None:
-    """Of shards with 6 tokens and 1, and with 6 and none, gathered keys take the memory of their tokens alone."""
+    """Shards of 6 tokens and 1, and of 6 and none: gathered keys take the memory of their tokens alone."""
     for length in (1, 0):
         held = ((range(6),), (range(6, 6 + length),))
         tokens = torch.arange(6.0 + length).view(1, -1, 1, 1)

@@ -73,7 +73,7 @@ def train_and_decode(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> N
 
 @torch.no_grad()
 def decoded(model: Transformer, ids: Tensor) -> Tensor:
-    """Return logits of a prefill in chunks, of a step and of several tokens."""
+    """Return the logits of a prefill in chunks, of a step and of several tokens."""
     cache = model.init_cache(len(ids), 40)
     logits = [model.prefill(ids, cache, chunk_size=20)[:, None], DecodeStep(model, cache)(ids[:, :1])]
     return torch.cat([*logits, model(ids[:, 1:4], cache=cache)], dim=1)
@@ -113,7 +113,7 @@ def in_half_precision() -> None:
 
 
 def with_shards_on_the_cpu() -> None:
-    """`CPUOffloadPolicy`; layers make caches where they run."""
+    """With `CPUOffloadPolicy`, layers make caches on the device where they run."""
     model, ids, rank = make_model(), make_ids(4), dist.get_rank()
     one = copy.deepcopy(model)
     apply_fsdp(model, line(), offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -179,7 +179,7 @@ def save(folder: Path, kind: str, make: Callable[..., Transformer] = sharded, *a
 def load(
     folder: Path, kind: str, same_ranks: bool, make: Callable[..., Transformer] = sharded, *arguments: Any
 ) -> None:
-    """From the meta device: every value is that of the checkpoint."""
+    """Load into a model on the meta device: every value equals that of the checkpoint."""
     with torch.device('meta'):
         model = make(kind, *arguments)
     model.to_empty(device='cpu')
@@ -208,7 +208,7 @@ def test_checkpoints_load_at_any_number_of_ranks(kind: str, tmp_path: Path) -> N
 
 
 def evaluate_between() -> None:
-    """Calls without gradients leave shards: before the optimizer is made, inside a forward, and before its step."""
+    """Calls without gradients reshard weights: before the optimizer is made, inside a forward, and before its step."""
     model, ids = make_model(), make_ids(2)
     one = copy.deepcopy(model)
     apply_fsdp(model, line())
@@ -239,7 +239,7 @@ def test_evaluation_between_steps(tmp_path: Path) -> None:
 
 
 def start_on_meta() -> None:
-    """Values as `reset_parameters` draws them: a draw of its own for each shard, and every constant."""
+    """Values are those that `reset_parameters` draws: each shard draws its own, and all constants are set."""
     with torch.device('meta'):
         model = make_model()
     apply_fsdp(model, line()).to_empty(device='cpu')
@@ -262,7 +262,7 @@ def test_start_on_the_meta_device(tmp_path: Path) -> None:
 
 
 def errors() -> None:
-    """One line on every rank; the group and the model work afterwards."""
+    """Every rank raises an error of one line; the group and the model work afterwards."""
     model, mesh = make_model(), line()
     cases: list[tuple[str, Any, Any, dict[str, Any]]] = [
         ("mesh is 'cpu', but must be a DeviceMesh", model, 'cpu', {}),

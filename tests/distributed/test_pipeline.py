@@ -147,7 +147,7 @@ def test_drawn_settings(tmp_path: Path) -> None:
 
 
 def train_with_other_parallelism(kind: str) -> None:
-    """In the order of `docs/distributed.md`."""
+    """Train in the order of `docs/distributed.md`."""
     one, ids = untied(kind), make_ids(8)
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('stage', 'data'))
     stage = apply_pp(copy.deepcopy(one), mesh['stage'])
@@ -171,7 +171,7 @@ def test_with_tensor_parallelism_and_sharding(kind: str, tmp_path: Path) -> None
 
 
 def train_compiled() -> None:
-    """Compiled and sharded blocks, also of a stage without embedding and head."""
+    """Compile and shard blocks, also those of a stage without embedding and head."""
     mesh, one = init_device_mesh('cpu', (3, 1), mesh_dim_names=('stage', 'data')), untied('dense', depth=3)
     stage = apply_pp(copy.deepcopy(one), mesh['stage'])
     model: Any = stage.submod
@@ -215,7 +215,7 @@ def loaded(folder: Path, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def load(folder: Path) -> None:
-    """From the meta device: every value is that of the checkpoint."""
+    """Load into a model on the meta device: every value equals that of the checkpoint."""
     with torch.device('meta'):
         one, model = untied('separate', depth=3), untied('separate', depth=3)
     stage = apply_pp(model, line())
@@ -240,7 +240,7 @@ def test_checkpoints_load_into_other_stages(tmp_path: Path) -> None:
 
 
 def errors() -> None:
-    """One line on every rank, before anything is changed; the group works afterwards."""
+    """Every rank raises an error of one line before anything is changed; the group works afterwards."""
     flat, rank = line(), dist.get_rank()
     named = init_device_mesh('cpu', (3, 1), mesh_dim_names=('stage', 'data'))
     cases: list[tuple[str, Any, Any, Any]] = [
@@ -256,7 +256,7 @@ def errors() -> None:
         ('model is divided by apply_cp', apply_cp(untied('separate', depth=3), flat), flat, None),
         ('model is sharded already', apply_fsdp(untied('separate', depth=3), flat), flat, None),
         ('model is a stage .* whole for apply_pp', apply_pp(untied('dense', depth=3), flat).submod, flat, None),
-        # What one rank alone passes is an error on all.
+        # A setting that one rank alone passes is an error on all ranks.
         ('layers_per_stage is 3, but must be a sequence', untied('dense', depth=3), flat, 3 if rank == 1 else None),
         ('layers_per_stage is .* on rank', untied('dense', depth=4), flat, [2, 1, 1] if rank else [1, 2, 1]),
     ]

@@ -1,4 +1,4 @@
-"""`run_processes`: the first error ends all ranks and is shown, and so does a rank that hangs."""
+"""`run_processes`: the first error ends all ranks and is shown; so is a rank that hangs."""
 
 from __future__ import annotations
 

@@ -120,14 +120,14 @@ class PerHead(nn.Module):
 
 
 class ByIndex(PerHead):
-    """Computes without an error with fewer heads, but with the parameters of the first."""
+    """A network that runs with fewer heads, but with the parameters of the first ones."""
 
     def forward(self, blocks: Tensor) -> Tensor:
         return blocks.mean(-2) * self.scale[: blocks.shape[1]]
 
 
 class MixedHeads(nn.Module):
-    """Mixes heads by a weight that is 0 at the start."""
+    """A network that mixes heads by a weight that starts at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_with_sharded_data_parallelism(kind: str, tmp_path: Path) -> None:
 
 
 def train_compiled() -> None:
-    """The order of `docs/distributed.md`: division, checkpointing, compilation of the blocks, sharding."""
+    """Train in the order of `docs/distributed.md`: division, checkpointing, compilation of the blocks, sharding."""
     mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('data', 'tensor'))
     model, ids = make_model('separate', depth=1), make_ids(2)
     one = copy.deepcopy(model)
@@ -296,7 +296,7 @@ def test_checkpoints_load_into_another_layout(tmp_path: Path) -> None:
 
 
 def exchange_state_dicts() -> None:
-    """Of a model with one projection weight and of a divided one with three: each loads into the other."""
+    """State dicts of a model with one projection weight and of a divided model with three load into each other."""
     ids = make_ids(2)
     for kind in ('separate', 'branches', 'dense'):
         one, model = make_model(kind, seed=3), apply_tp(make_model(kind), line())
@@ -339,7 +339,7 @@ def test_dropout(tmp_path: Path) -> None:
 
 
 def errors() -> None:
-    """One line on every rank, before anything is changed."""
+    """Every rank raises an error of one line before anything is changed."""
     two = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'tensor'))
     other_block = make_model()
     other_block.blocks[1].feed_forward[2] = nn.ReLU()  # type: ignore[operator]
@@ -398,7 +398,7 @@ def read_wrong_ids() -> None:
 
 
 def read_other_lengths() -> None:
-    """One error on all ranks, after which they go on. Shapes are compared when they are new."""
+    """One error is raised on all ranks, which continue afterwards. Shapes are compared when they are new."""
     model, rank, compared = apply_tp(make_model(depth=1), line()), dist.get_rank(), list[Any]()
     exchange = tensor_parallel.exchange_objects
 

@@ -1,4 +1,4 @@
-"""`apply_tp` for converted Hugging Face models: equal to one process, in training, generation and the saved model."""
+"""`apply_tp` for converted Hugging Face models equals one process, in training, generation and the saved model."""
 
 from __future__ import annotations
 

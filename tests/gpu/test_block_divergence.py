@@ -50,7 +50,7 @@ def make_problem(
 
 
 def run(tensors: list[Tensor], settings: dict[str, Any], backend: str = BACKEND) -> list[Tensor]:
-    """Return 256 times the loss, for which float16 gradients have digits enough, and the gradients of the scores."""
+    """Return 256 times the loss, so that float16 gradients have enough digits, and the gradients of the scores."""
     loss = 256 * block_score_loss(*tensors, **settings, backend=backend)
     return [loss.detach(), *torch.autograd.grad(loss, tensors[2:])]
 
@@ -103,7 +103,7 @@ def test_rules(changes: dict[str, Any], dtype: torch.dtype, device: torch.device
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
 def test_packed(dtype: torch.dtype, device: torch.device) -> None:
-    """Sequences of any length, NaN behind them, and rows without candidates."""
+    """Sequences of any length, with NaN behind them and rows without candidates."""
     lengths = (1000, 0, 31, 33, 700, 100)
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     tensors, settings = make_problem(device, dtype, batch=1, cu_seqlens=cu_seqlens, num_queries=500)
@@ -117,7 +117,7 @@ def test_packed(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def test_the_divergence_alone(device: torch.device) -> None:
-    """With the mass of the same kernels, in float32."""
+    """The divergence with the mass of the same kernels, in float32."""
     tensors, settings = make_problem(device, torch.float32, seqlen=8000, num_queries=512)
     for result, expected in zip(run(tensors, settings), run_beside_mass(tensors, settings), strict=True):
         assert (result - expected).norm() <= 1e-5 * expected.norm()
@@ -175,7 +175,7 @@ def test_a_graph_replays_with_other_tensors_and_seeds(device: torch.device) -> N
 
 @pytest.mark.parametrize('amp', [False, True], ids=['float32', 'autocast'])
 def test_layer_compiles_in_one_graph(amp: bool, device: torch.device) -> None:
-    """The loss in a layer, compiled, against the layer in eager."""
+    """The loss in a compiled layer equals that of the layer in eager."""
     torch._dynamo.reset()
     layer, eager = make_layer(BACKEND, device), make_layer('eager', device)
     compiled = torch.compile(layer, fullgraph=True)

@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {'compress_block_size': 32, 'compress_stride': 16, 'sele
 def make_loss(
     batch: int, seqlen: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Tensors and settings of the loss; those of the scores are differentiated."""
+    """Return tensors and settings of the loss; the tensors of the scores require gradients."""
     generator = torch.Generator(device).manual_seed(0)
     shape: dict[str, Any] = {'heads': 8, 'kv_heads': 4, 'head_dim': head_dim, 'dtype': dtype, 'device': device}
     q, k, _ = make_qkv(batch, seqlen, seqlen, **shape, generator=generator)
@@ -40,7 +40,7 @@ def make_loss(
 
 
 def run(tensors: list[Tensor], settings: dict[str, Any], backend: str = BACKEND) -> list[Tensor]:
-    """Loss and gradients of the scores."""
+    """Return the loss and the gradients of the scores."""
     loss = block_score_loss(*tensors, **settings, backend=backend)
     return [loss.detach(), *torch.autograd.grad(loss, tensors[2:])]
 
@@ -171,7 +171,7 @@ def test_layer_trains_as_with_eager(amp: bool, device: torch.device) -> None:
 
 @pytest.mark.parametrize('amp', [False, True], ids=['float32', 'autocast'])
 def test_compiled_layer(amp: bool, device: torch.device) -> None:
-    """In one graph, forward and backward."""
+    """Forward and backward compile into one graph."""
     torch._dynamo.reset()
     layer = make_layer(BACKEND, device)
     compiled = torch.compile(layer, fullgraph=True)

@@ -1,4 +1,4 @@
-"""The kernels of decoding on a GPU: by the error rules, and bit for bit wherever a step is to be the same.
+"""Decoding kernels on a GPU: error rules, and equal bits wherever a step must be the same.
 
 python -m pytest -m gpu -n 8 tests/gpu/test_decoding.py
 """
@@ -51,7 +51,7 @@ NUM_TOKENS = pytest.mark.parametrize('num_tokens', [1, 4])
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Leaves the memory to the other processes that test on this GPU."""
+    """Leave free GPU memory to other test processes."""
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -59,7 +59,7 @@ def shared_gpu() -> Iterator[None]:
 
 @pytest.mark.parametrize('index', range(COUNT))
 def test_rules(index: int, device: torch.device):
-    """Drawn problems, in workspace full of NaN."""
+    """Random problems, in workspace filled with NaN."""
     with harness.poisoned_allocations():
         assert_obeys_the_rules(Decoder(draw_shape(index), device))
 
@@ -70,7 +70,7 @@ def test_a_million_tokens(device: torch.device):
     assert_obeys_the_rules(Decoder(shape, device), steps=3)
 
 
-def test_more_blocks_asked_for_than_there_are(device: torch.device):
+def test_more_blocks_requested_than_exist(device: torch.device):
     shape = replace(MIXED, lengths=(70, 0, 200), capacity=300, sizes=(32, 16, 64, 33, 128))
     with harness.poisoned_allocations():
         assert_obeys_the_rules(Decoder(shape, device))
@@ -85,8 +85,8 @@ LAUNCHED += [(torch.float32, 64), (torch.float32, 128), (torch.float32, 256)]
 def test_every_launch_setting(
     dtype: torch.dtype, head_dim: int, tiles_of_program: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
-    """By the error rules; the first call, which compiles, gives the bits of the second, and launches that overlap those
-    of launches that wait.
+    """Every launch setting passes the error rules. The first call, which compiles, has the bits of the second, and
+    overlapping launches have the bits of launches that wait.
     """
     shape = replace(MIXED, lengths=(1000, 127), dtype=dtype, head_dim=head_dim, value_dim=head_dim, kv_heads=1)
     decoder, outs = Decoder(shape, device), []
@@ -132,9 +132,11 @@ PREFILL, ONE_BY_ONE, CHUNKS = (13, 9), 512, (3, 7, 3, 7, 7)
 
 @pytest.mark.parametrize('name', LAYERS)
 @torch.no_grad()
-def test_step_by_step_is_the_whole(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """A layer from a prefill of rows of different lengths, one token at a time and in chunks, against its whole forward
-    in float64: outputs by the error rules, and the same blocks wherever scores differ by more than rounding.
+def test_single_steps_equal_the_full_forward(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """Decode rows of different lengths after a prefill, token by token and in chunks, against the full forward in
+    float64.
+
+    Outputs pass the error rules, and blocks are equal wherever scores differ by more than rounding.
     """
     torch.manual_seed(0)
     dtype = torch.bfloat16 if name == 'bfloat16' else torch.float32
@@ -145,20 +147,20 @@ def test_step_by_step_is_the_whole(name: str, device: torch.device, monkeypatch:
     sizes = (1,) * ONE_BY_ONE + CHUNKS
     decoded, prefill = sum(sizes), torch.tensor(PREFILL, device=device)
     x = torch.randn(len(PREFILL), max(PREFILL) + decoded, LAYER['dim'], dtype=dtype, device=device)
-    index = prefill[:, None] + torch.arange(decoded, device=device)  # of what is decoded, in each row
+    index = prefill[:, None] + torch.arange(decoded, device=device)  # of the decoded part of each row
     cache = layer.init_cache(len(PREFILL), max(PREFILL) + decoded)
     assert all(layer.decodes_fixed(cache, size) for size in sizes)
     layer(x[:, : max(PREFILL)], torch.arange(max(PREFILL), device=device) < prefill[:, None], cache=cache)
-    outs, choices = [], []
+    outs, selections = [], []
     for new in _rows_at(x, index).split(sizes, 1):
         outs.append(layer(new, cache=cache))
-        choices.append(chosen_blocks(cache, new.shape[1]))
+        selections.append(chosen_blocks(cache, new.shape[1]))
     assert cache.lengths.tolist() == [length + decoded for length in PREFILL]
-    stepped, blocks = torch.cat(outs, 1), torch.cat(choices, 1)
+    stepped, blocks = torch.cat(outs, 1), torch.cat(selections, 1)
     same: list[float] = []
 
     def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, **settings: Any) -> Tensor:
-        """What the steps have chosen, and before them what the whole forward chooses."""
+        """Return the blocks that the steps have selected, preceded by those of the full forward."""
         chosen = select_blocks(q, k_cmp, lse, **settings)
         own = _rows_at(chosen, index)
         if q.dtype == torch.float64:
@@ -186,8 +188,8 @@ def _rows_at(tensor: Tensor, index: Tensor) -> Tensor:
 @NUM_TOKENS
 @pytest.mark.parametrize('pinned', [(4, 2), (3, 5)], ids=['attend_few', 'attend'])
 def test_a_row_alone_is_the_row_of_a_batch(pinned: tuple[int, int], num_tokens: int, device: torch.device):
-    """Bit for bit, where splits and tiles of a program are given. Networks that are learned would not be: the products
-    of PyTorch depend on the batch.
+    """A row has the same bits alone and in a batch, where splits and tiles of a program are given. Learned networks are
+    left out: products of PyTorch depend on the batch.
     """
     lengths = tuple((97 * row) % 1000 for row in range(32))
     decoder = Decoder(replace(MIXED, lengths=lengths, num_tokens=num_tokens), device)
@@ -232,7 +234,7 @@ class Replayed:
 
 @pytest.fixture
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small ones, so that short rows have several, and what they leave is merged in several levels."""
+    """Use small chunks, so that short rows have several and partial lists are merged in several levels."""
     if request.param == 'small chunks':
         monkeypatch.setattr(settings_of_decoding, 'CHUNK', 16)
         monkeypatch.setattr(settings_of_decoding, 'CANDIDATES', 32)
@@ -250,7 +252,7 @@ SMALL_CHUNKS = pytest.mark.parametrize('chunks', ['', 'small chunks'], indirect=
 @NUM_TOKENS
 @pytest.mark.usefixtures('chunks')
 def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, phi: dict[str, Any], device: torch.device):
-    """A graph that is captured with short rows, at later lengths of every row, through borders of blocks and windows;
+    """A graph captured with short rows is replayed at later lengths of every row, over borders of blocks and windows;
     its pages move between replays.
     """
     shape = replace(MIXED, lengths=(3, 0, 40), num_tokens=num_tokens, page_size=page_size, **phi)
@@ -259,7 +261,7 @@ def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, phi: dict[st
     replayed = Replayed(decoder, caches[0])
     for turn, lengths in enumerate((shape.lengths, (100, 31, 0), (1400, 63, 1000))):
         for cache in caches:
-            # Blocks of earlier turns lie where steps have not written.
+            # Blocks of earlier turns remain where steps have not written.
             for name, whole in decoder.contents.items():
                 fill(cache, name, whole, cache.lengths)
             set_lengths(cache, lengths)
@@ -285,7 +287,7 @@ def test_a_replay_is_a_step(num_tokens: int, page_size: int | None, phi: dict[st
 def test_launches_that_begin_early(
     phi: dict[str, Any], num_selected: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
-    """The bits of those that wait for the one before to end, whoever is the last to leave something."""
+    """Launches that begin early have the bits of launches that wait, whichever program writes last."""
     sizes = (*MIXED.sizes[:3], num_selected, MIXED.sizes[4])
     decoder = Decoder(replace(MIXED, sizes=sizes, **phi, lengths=(1000, 63, 0), capacity=1400), device)
     caches = decoder.cache(), decoder.cache()
@@ -304,7 +306,7 @@ def test_launches_that_begin_early(
 @NUM_TOKENS
 @pytest.mark.parametrize('page_size', [None, 64])
 def test_a_replay_past_the_capacity_drops_the_write(page_size: int | None, num_tokens: int, device: torch.device):
-    """Full rows stay as they are, as does what lies around the tensors of the cache."""
+    """Full rows stay unchanged, and so does the memory around the tensors of the cache."""
     capacity = 320
     shape = replace(MIXED, lengths=(capacity - 6, capacity, 40), capacity=capacity, num_tokens=num_tokens)
     decoder = Decoder(replace(shape, page_size=page_size, has_window=True), device)
@@ -320,7 +322,7 @@ def test_a_replay_past_the_capacity_drops_the_write(page_size: int | None, num_t
     steps = 12
     for step in range(steps):
         replayed(decoder.tokens(step))
-        # What fits, a token at a time, is what a cache without full rows has.
+        # Tokens that fit, one at a time, equal those of a cache without full rows.
         lengths = caches[0].lengths.tolist()
         assert lengths == [min(length + (step + 1) * num_tokens, capacity) for length in shape.lengths]
     assert harness.same_bits(caches[0].lengths, caches[0]._peaks)
@@ -328,7 +330,7 @@ def test_a_replay_past_the_capacity_drops_the_write(page_size: int | None, num_t
     state = state_of(caches[0])
     for name, tensor in full.items():
         assert harness.same_bits(state[name][1], tensor), name
-    # The short row, and the one that fills up on the way, have what steps that fit give.
+    # The short row, and the row that fills up meanwhile, equal those of steps that fit.
     longer = replace(decoder.shape, lengths=(capacity - 6, 0, 40), capacity=capacity + 64)
     roomy = Decoder(longer, device)
     cache = roomy.cache()
@@ -351,7 +353,7 @@ def test_a_replay_past_the_capacity_drops_the_write(page_size: int | None, num_t
 @PHI
 @NUM_TOKENS
 def test_a_step_neither_waits_nor_allocates(num_tokens: int, phi: dict[str, Any], device: torch.device):
-    """Without a graph too: after the first step there is one allocation, the output, besides those of φ."""
+    """Without a graph too: after the first step the output is the only allocation besides those of φ."""
     decoder = Decoder(replace(MIXED, num_tokens=num_tokens, **phi), device)
     cache, tokens = decoder.cache(), [decoder.tokens(step) for step in range(5)]
     decoder.step(cache, tokens[0])
@@ -385,7 +387,7 @@ def test_a_step_neither_waits_nor_allocates(num_tokens: int, phi: dict[str, Any]
 @pytest.mark.parametrize('page_size', [None, 128])
 @NUM_TOKENS
 def test_unused_memory_changes_nothing(num_tokens: int, page_size: int | None, device: torch.device):
-    """NaN behind every row, in places of rings that no block needs, and in what steps leave for each other."""
+    """NaN behind every row, in unused ring slots, and in the scratch buffers of steps."""
     shape = replace(MIXED, num_tokens=num_tokens, page_size=page_size, has_window=True)
     decoder = Decoder(shape, device)
     caches = [decoder.cache(background=background) for background in (0.0, torch.nan)]
@@ -404,7 +406,7 @@ def test_unused_memory_changes_nothing(num_tokens: int, page_size: int | None, d
 @NUM_TOKENS
 @PHI
 def test_cropped_tokens_leave_nothing_behind(phi: dict[str, Any], num_tokens: int, device: torch.device):
-    """Decoding again after `crop` gives the bits of never having gone further."""
+    """Decoding again after `crop` has the bits of a cache that never held the cropped tokens."""
     shape = replace(MIXED, num_tokens=num_tokens, **phi, has_window=True)
     decoder = Decoder(shape, device)
     straight, cropped = decoder.cache(), decoder.cache()

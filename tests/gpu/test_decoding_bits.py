@@ -1,4 +1,4 @@
-"""Steps of decoding have the same bits again: a thousand times, and in another process.
+"""Repeated decoding steps have equal bits: a thousand times, and in another process.
 
 python -m pytest -m gpu -n 4 tests/gpu/test_decoding_bits.py
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.nn.compress import CompressMLP
-from tests.gpu.test_decoding import MIXED, PHI, harness, shared_gpu  # noqa: F401 - a fixture, which leaves the memory to others
+from tests.gpu.test_decoding import MIXED, PHI, harness, shared_gpu  # noqa: F401 - a fixture
 from tests.gpu.test_runtime import ROOT, digest, environment_here
 from tests.support.gpu_decoding_problems import Decoder, state_of
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 @PHI
 @torch.no_grad()
 def test_repeated_steps_give_the_same_bits(phi: dict[str, Any], batch: int, device: torch.device):
-    """A thousand times the same step: launches that overlap, and more programs than fit."""
+    """A step is repeated a thousand times, with overlapping launches and more programs than fit on the GPU."""
     lengths = (1023,) if batch == 1 else MIXED.lengths * (batch // 5)
     decoder = Decoder(replace(MIXED, lengths=lengths, num_tokens=2, **phi), device)
     cache, tokens = decoder.cache(), decoder.tokens(0)
@@ -59,7 +59,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def digests_of_steps(name: str, device: torch.device) -> dict[str, str]:
-    """Of the weights of φ, every output and what each step leaves in the cache: a difference says where it began."""
+    """Return digests of the weights of φ, of every output, and of the cache after each step: the first difference names
+    its origin.
+    """
     decoder = Decoder(replace(MIXED, **VARIANTS[name]), device)
     cache = decoder.cache()
     weights = [p for network in decoder.networks for p in network.parameters()]
@@ -71,7 +73,7 @@ def digests_of_steps(name: str, device: torch.device) -> dict[str, str]:
 
 
 def test_processes_give_the_same_bits(device: torch.device, tmp_path: Path):
-    """One that compiles every kernel, one that finds them compiled, and a call order that is another."""
+    """A process that compiles every kernel, a process that finds them compiled, and another order of calls."""
     environment = environment_here() | {'TRITON_CACHE_DIR': str(tmp_path)}
     command = [sys.executable, '-c', HASH, device.type]
     first, *others = (

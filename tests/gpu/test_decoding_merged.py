@@ -1,4 +1,4 @@
-"""The kernels of decoding on a GPU in merged mode, where one softmax reads selected blocks and window.
+"""Decoding kernels on a GPU in merged mode: one softmax reads selected blocks and window.
 
 python -m pytest -m gpu -n 8 tests/gpu/test_decoding_merged.py
 """
@@ -22,7 +22,7 @@ from tests.gpu.test_decoding import (
     Replayed,
     harness,
     settings_of_decoding,
-    shared_gpu,  # noqa: F401 - a fixture, which leaves the memory to others
+    shared_gpu,  # noqa: F401 - a fixture
 )
 from tests.support.gpu_decoding_problems import (
     Decoder,
@@ -41,7 +41,7 @@ MERGED = pytest.mark.parametrize('merged', ['gate', 'output gate', 'scores'])
 @pytest.mark.parametrize('index', range(COUNT))
 @MERGED
 def test_rules(merged: str, index: int, device: torch.device):
-    """Drawn problems, in workspace full of NaN."""
+    """Random problems, in workspace filled with NaN."""
     shape = replace(draw_shape(index), merged=merged, has_window=False)
     with harness.poisoned_allocations():
         assert_obeys_the_rules(Decoder(shape, device))
@@ -49,7 +49,7 @@ def test_rules(merged: str, index: int, device: torch.device):
 
 @pytest.mark.parametrize('num_selected', [0, 33])
 @MERGED
-def test_nothing_chosen_and_more_than_there_is(merged: str, num_selected: int, device: torch.device):
+def test_no_selected_blocks_and_more_than_exist(merged: str, num_selected: int, device: torch.device):
     sizes = (32, 16, 64, num_selected, 128)
     decoder = Decoder(replace(MIXED, lengths=(70, 0, 200), capacity=300, sizes=sizes, merged=merged), device)
     if num_selected:
@@ -70,7 +70,9 @@ def test_every_launch_setting(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """By the error rules; a first call and launches that overlap give the bits of later calls and of others."""
+    """Every launch setting passes the error rules; the first call and overlapping launches have the bits of later calls
+    and of launches that wait.
+    """
     shape = replace(MIXED, lengths=(1000, 127), dtype=dtype, head_dim=head_dim, value_dim=head_dim, kv_heads=1)
     decoder, outs = Decoder(replace(shape, merged=merged), device), []
     overlaps = settings_of_decoding.can_overlap(device)
@@ -87,7 +89,7 @@ def test_every_launch_setting(
 def test_a_replay_is_a_step(
     merged: str, page_size: int | None, num_tokens: int, phi: dict[str, Any], device: torch.device
 ):
-    """A graph that is captured with short rows, at later lengths of every row."""
+    """A graph captured with short rows is replayed at later lengths of every row."""
     shape = replace(MIXED, lengths=(3, 0, 40), num_tokens=num_tokens, page_size=page_size, **phi)
     decoder = Decoder(replace(shape, merged=merged), device)
     caches = decoder.cache(), decoder.cache()
@@ -125,7 +127,7 @@ def test_repeated_steps_give_the_same_bits(merged: str, batch: int, device: torc
 @NUM_TOKENS
 @MERGED
 def test_unused_memory_changes_nothing(merged: str, num_tokens: int, device: torch.device):
-    """NaN behind every row, and in what steps leave for each other."""
+    """NaN behind every row and in the scratch buffers of steps."""
     decoder = Decoder(replace(MIXED, num_tokens=num_tokens, merged=merged), device)
     caches = [decoder.cache(background=background) for background in (0.0, torch.nan)]
     for step in range(STEPS):

@@ -30,7 +30,7 @@ DTYPES = pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Leaves the memory to the other processes that test on this GPU."""
+    """Leave free GPU memory to other test processes."""
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -39,7 +39,7 @@ def shared_gpu() -> Iterator[None]:
 @DTYPES
 @MLPS
 def test_rules(mlp: type[nn.Module], dtype: torch.dtype, device: torch.device):
-    """Steps that complete blocks of some rows and of none, in workspace full of NaN."""
+    """Steps that complete blocks of some rows and of none, in workspace filled with NaN."""
     decoder = Decoder(replace(MIXED, mlp=mlp, dtype=dtype, head_dim=64, value_dim=64), device)
     assert decoder.phi(dtype).mlps(decoder.cache()) is not None
     with harness.poisoned_allocations():
@@ -63,9 +63,7 @@ CASES = [(make, rows) for make, counts in ROWS.items() for rows in counts]
 @pytest.mark.parametrize(('mlp', 'num_rows'), CASES, ids=lambda value: getattr(value, '__name__', str(value)))
 @torch.no_grad()
 def test_tiles(mlp: type[nn.Module], num_rows: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-    """By the error rules where every second row completes a block and one of these is not finite; the second call has
-    the bits of the first.
-    """
+    """Every second row completes a block, one of which is not finite; the second call has the bits of the first."""
     networks = problems.make_mlps(mlp, (head_dim, head_dim), 32, 4, 1.0, dtype, device)
     lengths = [31 + 16 * (row % 7) - row % 2 for row in range(num_rows)]
     blocks = [torch.randn(num_rows, 1, 4, 32, head_dim, device=device).to(dtype) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The kernels of decoding on a GPU where int32 cannot count the elements of a cache.
+"""Decoding kernels on a GPU with caches of more than 2^31 elements.
 
 python -m pytest -m gpu -n 2 tests/gpu/test_decoding_sizes.py
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from native_sparse_attention.core.geometry import num_compressed_blocks
 from native_sparse_attention.inference.cache import LayerCache
 from native_sparse_attention.inference.paged_cache import PagedLayerCache
-from tests.gpu.test_decoding import MIXED, harness, shared_gpu  # noqa: F401 - a fixture, which leaves the memory to others
+from tests.gpu.test_decoding import MIXED, harness, shared_gpu  # noqa: F401 - a fixture
 from tests.support.gpu_decoding_problems import Decoder, fill, set_lengths
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ FAR = 2**31
 
 @pytest.mark.parametrize('where', ['rows', 'pages', 'strides'])
 def test_far_apart(where: str, device: torch.device):
-    """Rows, pages and tokens of a row more than 2^31 elements behind the first, to the bits of a small cache."""
+    """Rows, pages and tokens of a row more than 2^31 elements behind the first have the bits of a small cache."""
     seqlen = 131_072
     shape = replace(MIXED, lengths=(seqlen - 40,), capacity=seqlen, kv_heads=4, max_rollback=8)
     row = shape.kv_heads * shape.head_dim * seqlen
@@ -76,7 +76,7 @@ def test_far_apart(where: str, device: torch.device):
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same `[B, S, H, D]`, the last token more than 2^31 elements behind the first."""
+    """Return the same `[B, S, H, D]` with the last token more than 2^31 elements behind the first."""
     strides = (0, FAR // (tensor.shape[1] - 1) + 16, *tensor.stride()[2:])
     size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
     buffer = torch.empty(size, dtype=tensor.dtype, device=tensor.device)

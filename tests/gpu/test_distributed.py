@@ -1,4 +1,4 @@
-"""Several GPUs: models that are sharded or divided give what one GPU gives, over NCCL.
+"""Several GPUs over NCCL: sharded and divided models have the results of one GPU.
 
 python -m pytest -m gpu tests/gpu/test_distributed.py
 """
@@ -171,7 +171,7 @@ def call_trainer(flags: list[str]) -> None:
 
 
 def test_captured_steps(tmp_path: Path) -> None:
-    """A run of sharded data, with validation and samples, is the same if its steps are a CUDA graph, and it ends."""
+    """A run of sharded data, with validation and samples, is the same with its steps as a CUDA graph, and it ends."""
     if torch.cuda.device_count() < 2:
         pytest.skip('one GPU')
     text, losses = write_words(tmp_path), []

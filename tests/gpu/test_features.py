@@ -1,4 +1,4 @@
-"""The features of window and compressed attention on a GPU: each of them, every pair, and all together, by the rules.
+"""Features of window and compressed attention on a GPU: single, in pairs and all together, by the error rules.
 
 python -m pytest -m gpu -n 16 tests/gpu/test_features.py
 """
@@ -50,13 +50,13 @@ Names = tuple[str, ...]
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Leaves the memory to the other processes that test on this GPU."""
+    """Leave free GPU memory to other test processes."""
     yield
     torch.cuda.empty_cache()
 
 
 def make_problem(names: Names, index: int, dtype: torch.dtype, device: torch.device, **changes: Any) -> Problem:
-    """The shape, place and window of a problem go by its index."""
+    """Return problem `index`, which determines shape, positions and window."""
     random, generator = Random(f'features {index}'), torch.Generator(device).manual_seed(index)
     extents = EXTENTS[index % len(EXTENTS)]
     group, kv_heads = random.choice(((1, 2), (2, 2), (4, 1), (6, 1), (8, 1)))
@@ -79,7 +79,7 @@ def make_problem(names: Names, index: int, dtype: torch.dtype, device: torch.dev
 
 
 def assert_obeys(problem: Problem, device: torch.device) -> None:
-    """In memory full of NaN; the first call gives the bits of the second."""
+    """Assert the error rules in memory filled with NaN; the first call has the bits of the second."""
     grads = problem.draw_grads(torch.Generator(device).manual_seed(1))
     with harness.poisoned_allocations():
         result = assert_obeys_the_rules(problem, grads, BACKEND)
@@ -105,7 +105,7 @@ def test_all_of_them(index: int, dtype: torch.dtype, device: torch.device) -> No
 
 @pytest.mark.parametrize('dtype', HALVES)
 def test_a_bias_in_float32_that_rows_and_heads_share(dtype: torch.dtype, device: torch.device) -> None:
-    """Its gradient is a sum over them, without a rounding to the half type."""
+    """The gradient of the bias is a sum over rows and heads, without rounding to the half type."""
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = make_qkv(
         3, 300, 300, heads=8, kv_heads=2, head_dim=128, dtype=dtype, device=device, generator=generator
@@ -135,7 +135,7 @@ def test_compressed(names: Names, pairs: int, dtype: torch.dtype, device: torch.
 
 @pytest.mark.parametrize('head_dim', [64, 256])
 def test_dropout_is_that_of_philox(head_dim: int, device: torch.device) -> None:
-    """Bit for bit, whatever the tiles of a head size are."""
+    """Dropout equals that of Philox bit for bit, whatever the tiles of a head size are."""
     batch, seqlen, heads, seqlen_k = 2, 200, 4, 256
     q = torch.zeros(batch, seqlen, heads, head_dim, dtype=torch.float16, device=device)
     k = torch.zeros(batch, seqlen_k, 2, head_dim, dtype=torch.float16, device=device)
@@ -188,7 +188,7 @@ def test_opcheck(device: torch.device) -> None:
 
 
 def test_a_graph_drops_by_the_seed_of_each_replay(device: torch.device) -> None:
-    """The seed lies on the device, so that a graph is replayed with other weights dropped."""
+    """The seed is on the device, so replays of a graph drop other weights."""
     problem = make_problem(('sinks', 'segments'), 0, torch.bfloat16, device)
     seed = torch.zeros(1, dtype=torch.int64, device=device)
 

@@ -204,7 +204,7 @@ def test_block_scale(case: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize(('num_selected', 'factors'), [(64, False), (20, True)])
 def test_many_blocks(num_selected: int, factors: bool):
-    """What the mask loads for as many blocks as are served fits into shared memory; one more is refused."""
+    """The indices that the mask loads fit shared memory up to the largest number of blocks; one more is refused."""
     tensors = qkv(1, 600, 600, dtype=torch.bfloat16)
     indices = make_block_indices('valid', 1, 600, 2, num_selected, seqlen_k=600, block_size=8, device='cuda')
     tensors['block_indices'] = indices
@@ -217,7 +217,7 @@ def test_many_blocks(num_selected: int, factors: bool):
 
 
 def test_without_gradients():
-    """The forward pass alone gives the same bits."""
+    """The forward pass alone has the same bits."""
     tensors, settings = selected_problem('group of 3', torch.bfloat16)
     recorded, _ = selected_attention(**tensors | {'q': tensors['q'].requires_grad_()}, **settings, backend='flex')
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_float16():
     ids=lambda call: call.func.__name__,
 )
 def test_nothing_to_read(call: partial):
-    """Output 0, log-sum-exp -inf, gradients 0, no NaN."""
+    """Rows without keys have output 0, log-sum-exp -inf and gradients 0, never NaN."""
     q, k, v = (t.requires_grad_() for t in qkv(1, 100, 100, dtype=torch.bfloat16).values())
     if call.func is compressed_attention:
         k, v = k[:, :0], v[:, :0]
@@ -287,7 +287,7 @@ def test_unread_keys_may_hold_anything(dtype: torch.dtype):
 
 @pytest.mark.parametrize('op', [window_attention, selected_attention])
 def test_gradients_of_rows_that_read_nan(op: Callable[..., tuple[Tensor, Tensor]]):
-    """They are NaN where those of eager are; of keys in the same tiles as a NaN, others may be NaN too."""
+    """Gradients are NaN where those of eager are; those of other keys in the tiles of a NaN may be NaN too."""
     tensors = qkv(1, 700, 700, dtype=torch.float32)
     tensors['k'][0, 300, 1], tensors['v'][0, 300, 1] = torch.nan, torch.nan
     indices = make_block_indices('valid', 1, 700, 2, 4, seqlen_k=700, block_size=32, device='cuda')
@@ -320,7 +320,7 @@ def test_few_graphs_serve_many_lengths():
 
 @pytest.mark.parametrize('dynamic', [None, True])
 def test_inside_a_compiled_function(dynamic: bool | None):
-    """Code that calls the ops compiles into one graph, backward included."""
+    """A function that calls the ops compiles into one graph, backward included."""
     torch._dynamo.reset()
     tensors = qkv(2, 300, 300, dtype=torch.float32)
     indices = make_block_indices('valid', 2, 300, 2, 4, seqlen_k=300, block_size=64, device='cuda')
@@ -372,7 +372,7 @@ def test_refusals(change: dict[str, Any], reason: str):
 
 
 def test_deterministic():
-    """The same bits twice, with deterministic algorithms, which refuse gradients of block_scale."""
+    """Two runs have equal bits with deterministic algorithms, which refuse gradients of block_scale."""
     tensors, settings = selected_problem('group of 3', torch.bfloat16)
     indices = tensors.pop('block_indices')
     torch.use_deterministic_algorithms(True)
@@ -392,7 +392,7 @@ def test_deterministic():
 
 
 def test_memory_is_linear_in_length():
-    """What a call allocates grows with the length: doubling it doubles the peak, where T x S would quadruple it."""
+    """Doubling the length doubles the peak of memory; a T x S tensor would quadruple it."""
     peaks = []
     for seqlen in (16384, 32768):
         tensors = {n: t.requires_grad_() for n, t in qkv(1, seqlen, seqlen, dtype=torch.bfloat16).items()}

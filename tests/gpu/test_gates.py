@@ -1,4 +1,4 @@
-"""Attentions that differentiate the gate of their output, on a GPU, in every design, by the error rules.
+"""Gates inside the attentions on a GPU, in every design, by the error rules.
 
 python -m pytest -m gpu -n 16 tests/gpu/test_gates.py
 """
@@ -28,13 +28,13 @@ every_kind = pytest.mark.parametrize('kind', gate_problems.KINDS)
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Leaves the memory to the other processes that test on this GPU."""
+    """Leave free GPU memory to other test processes."""
     yield
     torch.cuda.empty_cache()
 
 
 def assert_rules(op: Callable[..., Any], tensors: dict[str, Tensor], kind: str, **settings: Any) -> None:
-    """In memory full of NaN; gates are one of three side by side, in the dtype of q."""
+    """Assert the rules in memory filled with NaN; a gate is one of three neighbours in memory, in the dtype of q."""
     gates = torch.stack([gate_problems.make_gate(tensors['q'], kind) for _ in range(3)], -1)
     with harness.poisoned_allocations():
         gate_problems.assert_rules(op, tensors | {'gate': gates.to(tensors['q'].dtype)[..., 1]}, **settings)

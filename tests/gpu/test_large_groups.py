@@ -1,4 +1,4 @@
-"""The kernels of large groups among the machinery of a GPU: tiles that share or do not, gradients of logits passed on.
+"""Kernels of large groups on a GPU: query tiles with and without block unions, stored gradients of logits.
 
 python -m pytest -m gpu -n 4 tests/gpu/test_large_groups.py
 """
@@ -27,7 +27,7 @@ SEQLEN, BLOCK_SIZE = 8192, 64
 
 def make_problem(batch: int, device: torch.device, group: int = 16, seed: int = 0) -> tuple[dict[str, Tensor], Any]:
     """Tensors and settings of `nsa` with two groups of so many heads, whose blocks are given: the first half of the
-    queries choose alike, the others each for itself.
+    queries select the same blocks, the others each for itself.
     """
     heads: dict[str, Any] = {'heads': 2 * group, 'kv_heads': 2, 'head_dim': 128}
     tensors, settings = make_nsa(batch, SEQLEN, device=device, seed=seed, **heads)
@@ -42,7 +42,7 @@ def make_problem(batch: int, device: torch.device, group: int = 16, seed: int = 
 
 
 def step(tensors: dict[str, Tensor], settings: Any, dout: Tensor) -> list[Tensor]:
-    """Output and gradients."""
+    """Return the output and the gradients."""
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     out = nsa(**leaves, **settings, backend='triton')
     return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), dout)]

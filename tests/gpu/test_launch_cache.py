@@ -1,4 +1,4 @@
-"""Steps of decoding whose launches are replayed, on a GPU: bit for bit those that Triton launches anew.
+"""Decoding steps with replayed launches on a GPU have the bits of steps that Triton launches.
 
 python -m pytest -m gpu -n 8 tests/gpu/test_launch_cache.py
 """
@@ -21,7 +21,7 @@ from native_sparse_attention.nn.compress import CompressMLP, GroupedMLP
 from tests.support.gpu_decoding_problems import Decoder, Shape, poison_workspace, state_of
 
 harness = pytest.importorskip('tests.support.harness', reason='triton is not installed')
-prepared = pytest.importorskip('native_sparse_attention.ops.decoding.triton.launch_cache')
+launch_cache = pytest.importorskip('native_sparse_attention.ops.decoding.triton.launch_cache')
 
 pytestmark = pytest.mark.gpu
 
@@ -44,15 +44,15 @@ STEPS = 20
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that Triton has launched, by name."""
+    """Record the names of the kernels that Triton launches."""
     names: list[str] = []
-    launch = prepared.launch
+    launch = launch_cache.launch
 
     def record(kernel: Any, *args: Any, **meta: Any) -> Any:
         names.append(kernel.fn.__name__)
         return launch(kernel, *args, **meta)
 
-    monkeypatch.setattr(prepared, 'launch', record)
+    monkeypatch.setattr(launch_cache, 'launch', record)
     return names
 
 
@@ -65,7 +65,7 @@ def forget(cache: LayerCache) -> LayerCache:
 @pytest.mark.parametrize('num_tokens', [1, 4])
 @pytest.mark.parametrize('name', SHAPES)
 def test_a_step_again(name: str, num_tokens: int, device: torch.device, launched: list[str]):
-    """In workspace full of NaN, and after steps of other numbers of tokens."""
+    """Steps are repeated in workspace filled with NaN, and after steps of other numbers of tokens."""
     decoder = Decoder(replace(SHAPES[name], num_tokens=num_tokens), device)
     cache, twin = decoder.cache(), decoder.cache()
     for index in range(STEPS):
@@ -75,7 +75,7 @@ def test_a_step_again(name: str, num_tokens: int, device: torch.device, launched
         expected = decoder.step(forget(twin), tokens)
         launched.clear()
         out = decoder.step(cache, tokens)
-        # Of new tokens and of one, whose strides are others where it was cut off.
+        # Several tokens, and one whose strides differ because it was sliced.
         assert bool(launched) == (index == 0 or (index == 3 and num_tokens > 1)), index
         assert harness.same_bits(out, expected), index
         poison_workspace(cache, harness.junk_of)
@@ -85,7 +85,7 @@ def test_a_step_again(name: str, num_tokens: int, device: torch.device, launched
 
 @pytest.mark.parametrize('learned', [False, True], ids=['mean', 'learned'])
 def test_a_replay_is_a_step(learned: bool, device: torch.device, launched: list[str]):
-    """A graph that is captured from replayed launches equals one that is captured from those of Triton."""
+    """A graph captured from replayed launches equals one captured from launches by Triton."""
     decoder = Decoder(replace(SHAPE, learned=learned), device)
     caches = [decoder.cache() for _ in range(3)]
     tokens = [decoder.tokens(index) for index in range(12)]
@@ -119,7 +119,7 @@ def test_a_replay_is_a_step(learned: bool, device: torch.device, launched: list[
 
 
 def test_another_stream(device: torch.device, launched: list[str]):
-    """Launches wait for what their stream has to do before."""
+    """Launches wait for earlier work on their stream."""
     decoder = Decoder(SHAPE, device)
     cache, twin = decoder.cache(), decoder.cache()
     streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -142,7 +142,7 @@ def test_another_stream(device: torch.device, launched: list[str]):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two GPUs')
 @pytest.mark.parametrize('current', [0, 1])
 def test_tensors_of_another_device(current: int, launched: list[str]):
-    """Caches of two devices, whichever is the current one; and it stays the current one."""
+    """Caches of two devices work whichever device is current, and the current device stays the same."""
     decoders = [Decoder(SHAPE, torch.device('cuda', index)) for index in range(2)]
     caches, twins = ([decoder.cache() for decoder in decoders] for _ in range(2))
     for step in range(4):
@@ -162,7 +162,7 @@ def test_tensors_of_another_device(current: int, launched: list[str]):
 
 
 def slid(tensor: Tensor) -> Tensor:
-    """The same values, an element behind an address that 16 divides."""
+    """Return the same values, one element behind an address that 16 divides."""
     buffer = tensor.new_empty(tensor.numel() + 1)
     return buffer[1:].view(tensor.shape).copy_(tensor)
 
@@ -176,8 +176,8 @@ LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize('look', LOOKS)
 @pytest.mark.parametrize('name', ['q', 'k', 'v', 'gates'])
-def test_tokens_that_look_otherwise(name: str, look: str, device: torch.device, launched: list[str]):
-    """A kernel that Triton compiled for one address is not launched for another that it does not serve."""
+def test_tokens_of_other_alignment(name: str, look: str, device: torch.device, launched: list[str]):
+    """A kernel compiled for aligned addresses is not launched for an unaligned one."""
     decoder = Decoder(replace(SHAPE, learned=True), device)
     cache, twin = decoder.cache(), decoder.cache()
     for index in range(6):

@@ -1,4 +1,4 @@
-"""Selected blocks and window in one softmax on a GPU, in every design of the selected part, by the error rules.
+"""Merged mode on a GPU, in every design of the selected part, by the error rules.
 
 python -m pytest -m gpu -n 16 tests/gpu/test_merged.py
 """
@@ -55,7 +55,7 @@ def test_rules(
 def test_straight_through_scale(
     dtype: torch.dtype, design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Factors of 1 have a gradient, that of tokens inside the window too, under a soft cap and sinks."""
+    """Factors of 1 have a gradient, also from tokens inside the window, under a soft cap and sinks."""
     block_size = 16 if design in ('block', 'fused') else 32
     tensors = make_tensors(design, device, monkeypatch, dtype=dtype, block_size=block_size, scaled=True)
     tensors['block_scale'] = torch.ones_like(tensors['block_scale'])
@@ -78,7 +78,7 @@ def test_extents(kind: str, design: str, device: torch.device, monkeypatch: pyte
 
 
 def test_values_that_drift(device: torch.device) -> None:
-    """With flat weights, so that the outputs of window and selected part differ by more than either changes."""
+    """Weights are flat, so the outputs of window and selected part differ by more than either changes."""
     generator = torch.Generator(device).manual_seed(0)
     drawn: dict[str, Any] = {'device': device, 'generator': generator}
     q, k, v = make_qkv(2, 1024, 1024, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, **drawn)
@@ -90,7 +90,7 @@ def test_values_that_drift(device: torch.device) -> None:
 
 @designs
 def test_equals_dense(design: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every block selected this is dense attention, to 1e-5 in float32."""
+    """With every block selected the result is dense attention, to 1e-5 in float32."""
     block_size = 16 if design == 'block' else 64
     tensors = make_tensors(design, device, monkeypatch, dtype=torch.float32, block_size=block_size)
     batch, seqlen, index_heads, _ = tensors['block_indices'].shape

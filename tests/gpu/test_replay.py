@@ -1,4 +1,4 @@
-"""Replayed calls of `nsa` on a GPU: bit for bit those that are prepared anew.
+"""Replayed calls of `nsa` on a GPU have the bits of calls without replay.
 
 python -m pytest -m gpu -n 8 tests/gpu/test_replay.py
 """
@@ -62,8 +62,8 @@ def record_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are launched without replay, by name."""
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the names of the kernels that are launched without replay."""
     names: list[str] = []
     monkeypatch.setattr(launches, 'recorders', [lambda known, grid, args: names.append(known.kernel.fn.__name__)])
     return names
@@ -71,39 +71,41 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def unwritten_is_nan() -> Iterator[None]:
-    """PyTorch fills new memory with NaN, so what no kernel writes is seen."""
+    """Fill new memory with NaN by PyTorch, so that unwritten results show."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def check(problem: Problem, device: torch.device, seeds: range, prepared: list[str], recorded: int) -> None:
-    """Calls have the bits of calls without replay. recorded: the index of the call from which on they are replayed."""
+def check(problem: Problem, device: torch.device, seeds: range, launched: list[str], recorded: int) -> None:
+    """Assert that calls have the bits of calls without replay. recorded: index of the call from which on calls are
+    replayed.
+    """
     for seed in seeds:
         with without_replay():
             expected = problem.results(problem.make(device, seed))
         tensors = problem.make(device, seed)
-        prepared.clear()
+        launched.clear()
         found = problem.results(tensors)
-        assert bool(prepared) == (seed <= recorded), seed
+        assert bool(launched) == (seed <= recorded), seed
         assert_same(found, expected)
 
 
 @pytest.mark.filterwarnings('ignore:.*deterministic')
 @pytest.mark.parametrize('name', PROBLEMS)
-def test_bits(name: str, device: torch.device, prepared: list[str], unwritten_is_nan: None) -> None:
-    check(PROBLEMS[name], device, range(5), prepared, 1)
+def test_bits(name: str, device: torch.device, launched: list[str], unwritten_is_nan: None) -> None:
+    check(PROBLEMS[name], device, range(5), launched, 1)
     (program,) = programs()
     assert program.differentiable
 
 
 @pytest.mark.parametrize('name', ['separate', 'scores'])
-def test_without_gradients(name: str, device: torch.device, prepared: list[str]) -> None:
+def test_without_gradients(name: str, device: torch.device, launched: list[str]) -> None:
     problem = PROBLEMS[name]._replace(needs=())
     with torch.no_grad():
-        check(problem, device, range(4), prepared, 1)
+        check(problem, device, range(4), launched, 1)
     with torch.inference_mode():
-        check(problem, device, range(4), prepared, 1)
+        check(problem, device, range(4), launched, 1)
 
 
 def test_sizes_back_and_forth(device: torch.device) -> None:
@@ -147,7 +149,7 @@ def test_other_gradients_of_the_output(kind: str, device: torch.device) -> None:
     assert_same(BASE.results(BASE.make(device), dout), expected)
 
 
-def test_layouts(device: torch.device, prepared: list[str]) -> None:
+def test_layouts(device: torch.device, launched: list[str]) -> None:
     """Slices of one projection, transposed and misaligned inputs."""
 
     def changed(seed: int, kind: str) -> dict[str, Tensor]:
@@ -167,13 +169,13 @@ def test_layouts(device: torch.device, prepared: list[str]) -> None:
         for seed in range(4):
             with without_replay():
                 expected = BASE.results(changed(seed, kind))
-            prepared.clear()
+            launched.clear()
             assert_same(BASE.results(changed(seed, kind)), expected)
-            assert bool(prepared) == (seed < 2)
+            assert bool(launched) == (seed < 2)
 
 
 def test_another_stream(device: torch.device) -> None:
-    """Launches follow what their stream has to do before, forward and backward."""
+    """Launches follow earlier work on their stream, forward and backward."""
     record(BASE, device)
     with without_replay():
         expected = BASE.results(BASE.make(device, 5))
@@ -188,7 +190,7 @@ def test_another_stream(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('name', ['separate', 'scores', 'packed'])
-def test_a_captured_graph(name: str, device: torch.device, prepared: list[str]) -> None:
+def test_a_captured_graph(name: str, device: torch.device, launched: list[str]) -> None:
     problem = PROBLEMS[name]
     record(problem, device)
     tensors = problem.make(device)
@@ -199,10 +201,10 @@ def test_a_captured_graph(name: str, device: torch.device, prepared: list[str]) 
         problem.results(tensors, dout)
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    prepared.clear()
+    launched.clear()
     with torch.cuda.graph(graph):
         found = problem.results(tensors, dout)
-    assert not prepared
+    assert not launched
     for seed in range(2, 4):
         other = problem.make(device, seed)
         with torch.no_grad():
@@ -226,8 +228,8 @@ def test_nothing_is_recorded_in_a_capture(device: torch.device) -> None:
     assert not programs()
 
 
-def test_a_layer(device: torch.device, prepared: list[str]) -> None:
-    """With the hooks of saved tensors that recompute rotated queries."""
+def test_a_layer(device: torch.device, launched: list[str]) -> None:
+    """The hooks of saved tensors that recompute rotated queries take part."""
     torch.manual_seed(0)
     layer = SparseAttention(256, 64, 8, 128, 32, 16, 64, 8, kv_heads=2, causal=True, backend='triton')
     layer = layer.to(device, torch.bfloat16)

@@ -55,7 +55,7 @@ SELECT_COUNT = 60
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Leaves the memory to the other processes that test on this GPU."""
+    """Leave free GPU memory to other test processes."""
     yield
     torch.cuda.empty_cache()
 
@@ -65,9 +65,9 @@ def shared_gpu() -> Iterator[None]:
     [pytest.param(op, index, id=f'{op}-{index}') for op, count in COUNTS.items() for index in range(count)],
 )
 def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """Drawn problems by the error rules, in memory full of NaN; the first call gives the bits of the second."""
+    """Random problems by the error rules, in memory filled with NaN; the first call has the bits of the second."""
     if index % 4 > 1:
-        # Otherwise so small a problem would take neither the design by block nor unions.
+        # Without these settings a small problem would take neither the design by block nor unions.
         monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_BY_BLOCK', 0)
         monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_MIXED', 0)
         monkeypatch.setattr(selected_plan, 'MAX_BLOCK_RATIO', 0)
@@ -84,8 +84,10 @@ def test_rules(op: str, index: int, device: torch.device, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize('spoiled', ['every key', 'a block of keys', 'a query'])
-def test_what_is_not_a_number_stays_so(spoiled: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """In gradients of queries by block, whose units are the smallest there are where keys are 0 or not numbers."""
+def test_nan_stays_nan(spoiled: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """Gradients of queries by block are NaN where eager has NaN; their units are the smallest possible where keys are 0
+    or NaN.
+    """
     monkeypatch.setattr(selected_plan, 'MIN_SEQLEN_BY_BLOCK', 0)
     monkeypatch.setattr(selected_plan, 'MAX_BLOCK_RATIO', 0)
     generator = torch.Generator(device).manual_seed(0)
@@ -107,8 +109,8 @@ def test_what_is_not_a_number_stays_so(spoiled: str, device: torch.device, monke
 
 
 @pytest.mark.parametrize('index', range(SELECT_COUNT))
-def test_choice_is_exact(index: int, device: torch.device):
-    """Where scores are counts, of which many are equal, the choice is that of eager."""
+def test_selection_is_exact(index: int, device: torch.device):
+    """Where scores are counts, many of them equal, the selected blocks equal those of eager."""
     problem = draw_select_blocks(index, device, exact=True)
     with harness.poisoned_allocations():
         blocks = choose(BACKEND, *problem)
@@ -117,8 +119,8 @@ def test_choice_is_exact(index: int, device: torch.device):
 
 
 @pytest.mark.parametrize('index', range(SELECT_COUNT))
-def test_choice_has_the_highest_scores(index: int, device: torch.device):
-    """Where rounding may choose between scores that are nearly equal, those that were chosen are as high as eager's."""
+def test_selected_blocks_have_the_highest_scores(index: int, device: torch.device):
+    """Where rounding decides between nearly equal scores, the selected blocks score as high as eager's."""
     problem = draw_select_blocks(index, device, exact=False)
     with harness.poisoned_allocations():
         blocks = choose(BACKEND, *problem)
@@ -126,17 +128,19 @@ def test_choice_has_the_highest_scores(index: int, device: torch.device):
 
 
 def assert_chooses_as_well(
-    blocks: Tensor, tensors: dict[str, Tensor], settings: dict[str, Any], choice: dict[str, Any]
+    blocks: Tensor, tensors: dict[str, Tensor], settings: dict[str, Any], selection: dict[str, Any]
 ) -> None:
-    """Rows are filled as eager fills them, forced blocks are among them, and in float64 the others score as high."""
+    """Assert that rows are filled as by eager, that forced blocks are among them, and that in float64 the others score
+    as high.
+    """
     precise = {name: t.double() for name, t in tensors.items()}
-    expected = choose('eager', precise, settings, choice)
+    expected = choose('eager', precise, settings, selection)
     assert blocks.dtype == expected.dtype == torch.int32
     assert torch.equal(blocks >= 0, expected >= 0)
     following = (blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] == -1)
     assert following.all()
-    own = own_block(precise, settings, choice.get('num_recent', 0))
-    forced = forced_priority(expected, own, choice['num_init'], choice['num_local'], settings['causal']) > 0
+    own = own_block(precise, settings, selection.get('num_recent', 0))
+    forced = forced_priority(expected, own, selection['num_init'], selection['num_local'], settings['causal']) > 0
     found = (expected[..., :, None] == blocks[..., None, :]).any(-1)
     assert (found | ~forced | (expected < 0)).all()
     score, expected_score = (
@@ -147,7 +151,7 @@ def assert_chooses_as_well(
 
 
 def own_block(tensors: dict[str, Tensor], settings: dict[str, Any], num_recent: int) -> Tensor:
-    """The block that holds the token num_recent before each query, `[B, T, 1, 1]`."""
+    """Return the block of the token num_recent before each query, `[B, T, 1, 1]`."""
     names = ('q_offset', 'seqlens_k', 'cu_seqlens', 'cu_seqlens_k')
     sequences = make_sequences(tensors['q'], settings['seqlen_k'], *(settings.get(name) for name in names))
     return (sequences.layout().position[..., None, None] - num_recent) // settings['selection_block_size']
@@ -180,8 +184,8 @@ def every_entry() -> list[Entry]:
 def problems_for(
     module: str, head_dim: int, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> Iterator[Problem]:
-    """Problems whose kernels take their settings from the tables of `module`, at a head size. block_size: of selected
-    attention.
+    """Return problems whose kernels take their settings from the tables of `module`, at a head size. block_size: of
+    selected attention.
     """
     generator = torch.Generator(device).manual_seed(0)
     shape: dict[str, Any] = {'dtype': dtype, 'device': device, 'generator': generator}
@@ -200,7 +204,7 @@ def problems_for(
         compressed = {'q': q, 'k_cmp': k_cmp, 'v_cmp': v_cmp} | memory
         yield Problem(with_memory, compressed, {'block_size': 16, 'stride': 8}, {'out1': 0})
     elif 'selected' in module:
-        # One query's heads fill a tile of any height, and take the settings of any.
+        # The heads of one query fill a tile of any height.
         indices = make_block_indices(
             'valid', 2, 333, 2, 6, seqlen_k=333, block_size=block_size, device=device, generator=generator
         )  # fmt: skip
@@ -232,9 +236,7 @@ def problems_for(
 
 
 def take_settings(entry: Entry, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Has every launch that asks its table take this entry, and problems of `problems_for` ask for it. Returns what
-    asked so far.
-    """
+    """Make every launch that looks up this table take this entry. Returns the list of the lookups so far."""
     from native_sparse_attention.ops._triton import launch
 
     table = getattr(importlib.import_module(entry.module), entry.table)
@@ -250,7 +252,7 @@ def take_settings(entry: Entry, device: torch.device, monkeypatch: pytest.Monkey
     def by_block(
         q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, backward: bool = False, **_: int
     ) -> str:
-        """Wherever a whole block fits into the tiles of a pass."""
+        """Take the design by block wherever a whole block fits into the tiles of a pass."""
         settings, is_fused = selected_plan.settings, entry.table == 'FUSED'
         tiles = (settings.FUSED if is_fused else settings.BLOCK_DQ) if backward else settings.BLOCK
         found = table[entry.key] if tiles is table else find_settings(tiles, own, itemsize, head_dim)
@@ -267,7 +269,7 @@ def take_settings(entry: Entry, device: torch.device, monkeypatch: pytest.Monkey
 
 
 def block_sizes_for(entry: Entry) -> list[int]:
-    """Of selected attention: the smallest, and the largest that its tiles are made for."""
+    """Return the smallest and the largest block size of selected attention that the tiles of an entry serve."""
     if 'selected' not in entry.module:
         return [16]
     block_n = getattr(importlib.import_module(entry.module), entry.table)[entry.key].block_n
@@ -276,9 +278,9 @@ def block_sizes_for(entry: Entry) -> list[int]:
 
 @pytest.mark.parametrize('entry', every_entry(), ids=str)
 def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """Each entry by itself: by the error rules, and the first call, which compiles, gives the bits of the second.
+    """Each entry passes the error rules, and the first call, which compiles, has the bits of the second.
 
-    Entries of other architectures run too, but for those that need more shared memory than this one has.
+    Entries of other architectures run too, except those that need more shared memory than this GPU has.
     """
     from triton.runtime.errors import OutOfResources
 
@@ -300,10 +302,10 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
                 harness.assert_same_bits(problem.run(BACKEND, grads), result)
             if 'block_selection' in entry.module:
                 for index in range(3):
-                    tensors, settings, choice = choice_at(head_dim, dtype, index, device)
-                    blocks = choose(BACKEND, tensors, settings, choice)
-                    assert torch.equal(blocks, choose(BACKEND, tensors, settings, choice))
-                    assert_chooses_as_well(blocks, tensors, settings, choice)
+                    tensors, settings, selection = selection_at(head_dim, dtype, index, device)
+                    blocks = choose(BACKEND, tensors, settings, selection)
+                    assert torch.equal(blocks, choose(BACKEND, tensors, settings, selection))
+                    assert_chooses_as_well(blocks, tensors, settings, selection)
     except OutOfResources as error:
         if not foreign:
             raise
@@ -311,22 +313,22 @@ def test_every_launch_setting(entry: Entry, device: torch.device, monkeypatch: p
     assert asked, f'no problem here takes settings from {entry.table}'
 
 
-def choice_at(
+def selection_at(
     head_dim: int, dtype: torch.dtype, index: int, device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """A choice of blocks at a head size: of groups, of heads alone, not causal."""
+    """Return problems of block selection at a head size: of groups, of single heads, and without causality."""
     generator = torch.Generator(device).manual_seed(index)
     shape: dict[str, Any] = {'dtype': dtype, 'device': device, 'generator': generator}
     q, k_cmp, v_cmp = make_qkv(2, 500, 61, heads=8, kv_heads=2, head_dim=head_dim, **shape)
     settings = {'compress_block_size': 16, 'compress_stride': 8, 'selection_block_size': 16, 'seqlen_k': 500}
     settings['causal'] = index < 2
     lse = attention_lse(q, k_cmp, v_cmp, settings)
-    choice = {'num_selected': 8, 'num_init': 1, 'num_local': 2, 'share_group': index != 1}
-    return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, choice
+    selection = {'num_selected': 8, 'num_init': 1, 'num_local': 2, 'share_group': index != 1}
+    return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, selection
 
 
-def test_what_is_tested_here_is_what_runs(device: torch.device):
-    """auto takes the kernels on this GPU, for every op of the composition and with every setting."""
+def test_auto_runs_the_tested_kernels(device: torch.device):
+    """'auto' takes the kernels on this GPU for every op of the composition and every setting."""
     tensors, settings = make_nsa(1, 300, device=device)
     q, k, v = (tensors[name] for name in 'qkv')
     assert backend_of(q, k, v, use_diff_topk=True).name == BACKEND

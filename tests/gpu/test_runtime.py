@@ -1,4 +1,4 @@
-"""The kernels among the machinery of a GPU: devices, graphs, synchronisation, determinism, registration, compilation.
+"""Kernels with the runtime of a GPU: devices, graphs, synchronisation, determinism, registration, compilation.
 
 python -m pytest -m gpu -n 8 tests/gpu/test_runtime.py
 """
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment_here() -> dict[str, str]:
-    """For another process that imports what this one does."""
+    """Return the environment of another process that imports the same package."""
     return os.environ | {'PYTHONPATH': os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
 
 
@@ -41,7 +41,7 @@ def integers(*values: int, device: torch.device) -> Tensor:
 
 
 def run(tensors: dict[str, Tensor], settings: dict[str, Any], backend: str = BACKEND) -> dict[str, Tensor]:
-    """Output and gradients of `nsa`."""
+    """Return output and gradients of `nsa`."""
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     out = nsa(**leaves, **settings, backend=backend)
     generator = torch.Generator(out.device).manual_seed(5)
@@ -59,7 +59,7 @@ def packed_settings(lengths: list[int], total: int, device: torch.device) -> dic
 
 
 def variants(batch: int, seqlen: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Settings that take different ways through the ops, with values on the device."""
+    """Return settings that take different paths through the ops, with values on the device."""
     rows = {
         'seqlens_k': integers(*(seqlen - 7 * row for row in range(batch)), device=device),
         'q_offset': integers(*(-3 * row for row in range(batch)), device=device),
@@ -121,7 +121,7 @@ def test_repeated_runs_give_the_same_bits(variant: str, repeats: int, device: to
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_a_row_does_not_depend_on_its_neighbours(variant: str, device: torch.device):
-    """Bit for bit, outputs and gradients, alone and in a batch."""
+    """A row alone has the bits of the row in a batch, outputs and gradients."""
     tensors, settings = make_nsa(3, 700, device=device)
     settings |= variants(3, 700, device)[variant]
     generator = torch.Generator(device).manual_seed(5)
@@ -159,7 +159,7 @@ def digest(results: dict[str, Tensor]) -> str:
 
 
 def test_processes_give_the_same_bits(device: torch.device, tmp_path: Path):
-    """One that compiles every kernel, one that finds them compiled, and a call order that is another."""
+    """A process that compiles every kernel, a process that finds them compiled, and another order of calls."""
     environment = environment_here() | {'TRITON_CACHE_DIR': str(tmp_path)}
     command = [sys.executable, '-c', HASH, device.type, BACKEND]
     outputs = [
@@ -177,7 +177,7 @@ def test_processes_give_the_same_bits(device: torch.device, tmp_path: Path):
 
 @contextmanager
 def captured(function: Any) -> Iterator[tuple[torch.cuda.CUDAGraph, Tensor]]:
-    """A CUDA graph of function() and the output that a replay fills."""
+    """Return a CUDA graph of function() and the output that a replay fills."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -193,7 +193,7 @@ def captured(function: Any) -> Iterator[tuple[torch.cuda.CUDAGraph, Tensor]]:
 @pytest.mark.parametrize('seqlen_q', [1, 64, 600])
 @torch.no_grad()
 def test_graph_replays_with_other_lengths(seqlen_q: int, device: torch.device):
-    """A captured forward, replayed with other data and other `seqlens_k`, gives what a call gives."""
+    """A captured forward, replayed with other data and other `seqlens_k`, equals a call."""
     seqlen = 600
     tensors, settings = make_nsa(2, seqlen, device=device)
     for name in ('q', 'gates'):
@@ -249,7 +249,7 @@ def test_another_gpu_than_the_current_one(variant: str):
 
 
 class Calls(TorchDispatchMode):
-    """Keeps the calls of the registered ops, the first one of each."""
+    """Record the first call of each registered op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_registered_ops(device: torch.device):
-    """Every op that the composition reaches, forward and backward, passes torch's own check of its registration."""
+    """Every op of the composition, forward and backward, passes torch's own check of its registration."""
     tensors, settings = make_nsa(1, 100, dtype=torch.float32, head_dim=16, device=device)
     with Calls() as recorded:
         run(tensors, settings | {'use_diff_topk': True})
@@ -274,7 +274,7 @@ def test_registered_ops(device: torch.device):
             t.detach().clone().requires_grad_(forward and t.is_floating_point()) if isinstance(t, Tensor) else t
             for t in args
         ]
-        if 'select' in name and 'attention' not in name:  # the choice has no gradient
+        if 'select' in name and 'attention' not in name:  # block selection has no gradient
             leaves = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
         utils = ['test_schema', 'test_faketensor', *(['test_autograd_registration'] if forward else [])]
         torch.library.opcheck(op, tuple(leaves), test_utils=utils)
@@ -314,7 +314,7 @@ def test_layer_trains_as_with_eager(amp: bool, device: torch.device):
 
 @pytest.mark.parametrize('amp', [False, True], ids=['float32', 'autocast'])
 def test_compiled_layer(amp: bool, device: torch.device):
-    """In one graph, forward and backward, without a new compilation per length."""
+    """Forward and backward compile into one graph, without a new compilation per length."""
     torch._dynamo.reset()
     layer = make_layer(BACKEND, device)
     compiled = torch.compile(layer, fullgraph=True)
@@ -364,7 +364,7 @@ def test_first_call_of_a_process(code: str, device: torch.device):
 
 
 def test_compressed_lengths_are_those_of_the_composition():
-    """What these tests make for S tokens is what the ops count."""
+    """The number of compressed keys that these tests make for S tokens is the number that the ops count."""
     tensors, settings = make_nsa(1, 77, device='cpu', sizes=(8, 4, 16, 4, 9))
     sizes = settings['compress_block_size'], settings['compress_stride']
     assert tensors['k_cmp'].shape[1] == num_compressed_blocks(77, *sizes)

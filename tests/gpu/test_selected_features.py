@@ -1,4 +1,4 @@
-"""Soft caps, counts of blocks and segments of selected attention on a GPU, in every design, by the error rules.
+"""Selected attention on a GPU with soft caps, block counts and segments, in every design, by the error rules.
 
 python -m pytest -m gpu -n 16 tests/gpu/test_selected_features.py
 """
@@ -43,7 +43,7 @@ designs = pytest.mark.parametrize('design', DESIGNS)
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Free the memory for other test processes on this GPU."""
+    """Leave free GPU memory to other test processes."""
     yield
     torch.cuda.empty_cache()
 
@@ -102,7 +102,7 @@ def assert_rules(tensors: dict[str, Tensor], **settings: Any) -> None:
 def test_soft_caps(
     head_dim: int, scaled: bool, design: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
-    """With logits on both sides of the cap."""
+    """Logits lie on both sides of the cap."""
     tensors = make_tensors(design, device, monkeypatch, dtype=dtype, head_dim=head_dim, scaled=scaled)
     assert_rules(tensors, block_size=32, softcap=1.5, causal=design != 'union' or scaled)
 

@@ -1,8 +1,8 @@
-"""The kernels at sizes that need a GPU of 80 GB: past 2^31 elements, a million tokens, grids past 65,535, memory.
+"""Kernels at sizes that need a GPU of 80 GB: more than 2^31 elements, a million tokens, grids past 65,535, memory.
 
     python -m pytest -m gpu -n 4 tests/gpu/test_sizes.py
 
-What a whole input gives in its last rows is compared with eager on those rows alone.
+The last rows of a result are compared with eager on these rows alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Op = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Leaves the memory to the other processes that test on this GPU."""
+    """Leave free GPU memory to other test processes."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -59,7 +59,7 @@ def shared_gpu() -> Iterator[None]:
 
 @pytest.fixture
 def most_memory(shared_gpu: None) -> Iterator[None]:
-    """Of all processes that test on this GPU one at a time takes tens of gigabytes."""
+    """Let one process at a time take tens of gigabytes, of all that test on this GPU."""
     with (Path(tempfile.gettempdir()) / 'native-sparse-attention-gpu.lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -68,14 +68,14 @@ def most_memory(shared_gpu: None) -> Iterator[None]:
 
 
 def random_blocks(seqlen: int, block_size: int, num_selected: int, kv_heads: int, device: torch.device) -> Tensor:
-    """`[1, T, H, n]`: blocks up to the query's own, ascending, some of them several times."""
+    """Return `[1, T, H, n]`: blocks up to the query's own, ascending, some of them repeated."""
     blocks = torch.rand(1, seqlen, kv_heads, num_selected, device=device)
     blocks *= (torch.arange(seqlen, device=device) // block_size + 1)[:, None, None]
     return blocks.int().sort(-1).values
 
 
 def gradients(op: Op, tensors: dict[str, Tensor], dout: Tensor, **settings: Any) -> dict[str, Tensor]:
-    """The first output and the gradients of the floating tensors, given that of the first output alone."""
+    """Return the first output and the gradients of the floating tensors, from the gradient of that output alone."""
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     outputs = op(**leaves, **settings)
     out = outputs if isinstance(outputs, Tensor) else outputs[0]
@@ -91,10 +91,10 @@ def assert_tail_matches(
     rows: dict[str, int],
     tail_settings: dict[str, Any] | None = None,
 ) -> None:
-    """The last rows of the output and of the gradients of a causal op.
+    """Assert that the last rows of the output and of the gradients of a causal op match eager.
 
-    rows: how many rows of a tensor, from its end, only the last TAIL queries know; those of out and q are TAIL.
-    tensors that have a row per query are cut to those for eager. tail_settings: of that call, where they are others.
+    rows: by name of a tensor, how many rows at its end depend on the last TAIL queries alone; TAIL for out and q.
+    tensors that have a row per query are cut to those for eager. tail_settings: settings of eager's call that differ.
     """
     generator = torch.Generator(tensors['q'].device).manual_seed(3)
     seqlen, heads = tensors['q'].shape[1:3]
@@ -118,7 +118,7 @@ def assert_tail_matches(
 
 
 def many_tokens(heads: int, head_dim: int) -> int:
-    """So many that q and the output have more than 2^31 elements."""
+    """Return so many tokens that q and the output have more than 2^31 elements."""
     return MANY // (heads * head_dim) + 1000
 
 
@@ -146,7 +146,7 @@ def test_selected_past_2_31_elements(device: torch.device):
     seqlen = many_tokens(16, 128)
     q, k, v = make_qkv(1, seqlen, seqlen, heads=16, kv_heads=1, head_dim=128, dtype=torch.bfloat16, device=device)
     indices = random_blocks(seqlen, 64, 4, 1, device)
-    # Few of the last keys are read by chance.
+    # Random selections read few of the last keys.
     indices[:, -TAIL:, :, 0] = seqlen // 64 - 1
     tensors = {'q': q, 'k': k, 'v': v, 'block_indices': indices}
     assert_tail_matches(selected_attention, tensors, {'block_size': 64}, {'k': TAIL // 2, 'v': TAIL // 2})
@@ -165,13 +165,13 @@ def choice_past_2_31_elements(device: torch.device) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.usefixtures('most_memory')
-def test_choice_past_2_31_elements(device: torch.device):
+def test_selection_past_2_31_elements(device: torch.device):
     tensors, settings = choice_past_2_31_elements(device)
-    choice = {'num_selected': 16, 'num_init': 1, 'num_local': 2, 'share_group': True}
-    blocks = select_blocks(**tensors, **settings, **choice, backend=BACKEND)
+    selection = {'num_selected': 16, 'num_init': 1, 'num_local': 2, 'share_group': True}
+    blocks = select_blocks(**tensors, **settings, **selection, backend=BACKEND)
     seqlen = tensors['q'].shape[1]
     tail = {'q': tensors['q'][:, -TAIL:], 'k_cmp': tensors['k_cmp'], 'lse': tensors['lse'][..., -TAIL:]}
-    assert_chooses_as_well(blocks[:, -TAIL:], tail, settings | {'q_offset': seqlen - TAIL}, choice)
+    assert_chooses_as_well(blocks[:, -TAIL:], tail, settings | {'q_offset': seqlen - TAIL}, selection)
 
 
 @pytest.mark.usefixtures('most_memory')
@@ -245,8 +245,8 @@ def test_norm_and_rotary_past_2_31_elements(device: torch.device):
 
 
 def spread(tensor: Tensor, axis: int, buffer: Tensor, start: int) -> Tensor:
-    """The values of `[B, T, H, D]` in `buffer`, from `start` on, neighbours along `axis` so far apart that the offset
-    of the last one is past 2^31 elements.
+    """Return the values of `[B, T, H, D]` in `buffer`, from `start` on, with neighbours along `axis` so far apart that
+    the offset of the last one exceeds 2^31 elements.
     """
     others = [size for i, size in enumerate(tensor.shape) if i != axis]
     far = MANY // (tensor.shape[axis] - 1) + 16
@@ -257,9 +257,9 @@ def spread(tensor: Tensor, axis: int, buffer: Tensor, start: int) -> Tensor:
 
 
 @pytest.mark.parametrize('axis', [0, 1, 2], ids=['batch', 'tokens', 'heads'])
-@pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'selected by block', 'choice', 'scores', 'sum'])
+@pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'selected by block', 'selection', 'scores', 'sum'])
 def test_strides_past_2_31(op: str, axis: int, device: torch.device):
-    """Inputs whose rows lie far apart give the bits that they give close together, outputs and gradients."""
+    """Inputs whose rows lie far apart have the bits of contiguous ones, outputs and gradients."""
     by_block = op == 'selected by block'
     op = 'selected' if by_block else op
     attend = selected_problems.with_design('block') if by_block else selected_attention
@@ -275,7 +275,7 @@ def test_strides_past_2_31(op: str, axis: int, device: torch.device):
             compressed_attention, {'q': q, 'k_cmp': k_cmp, 'v_cmp': v_cmp}, {'block_size': 8, 'stride': 4}
         ),
         'selected': Problem(attend, {'q': q, 'k': k, 'v': v}, {'block_indices': blocks, 'block_size': 16}),
-        'choice': Problem(select_blocks, {'q': q, 'k_cmp': k_cmp}, {'lse': lse, 'num_selected': 2, **sizes}),
+        'selection': Problem(select_blocks, {'q': q, 'k_cmp': k_cmp}, {'lse': lse, 'num_selected': 2, **sizes}),
         'scores': Problem(chosen_scores, {'q': q, 'k_cmp': k_cmp}, {'lse': lse, 'block_indices': blocks, **sizes}),
         'sum': Problem(
             gated_sum,
@@ -284,10 +284,10 @@ def test_strides_past_2_31(op: str, axis: int, device: torch.device):
         ),
     }
     problem = problems[op]
-    grads = problem.draw_grads(torch.Generator(device).manual_seed(0)) if op != 'choice' else None
+    grads = problem.draw_grads(torch.Generator(device).manual_seed(0)) if op != 'selection' else None
     run = (
         partial(problem.run, BACKEND, grads)
-        if op != 'choice'
+        if op != 'selection'
         else lambda: {'blocks': select_blocks(**problem.tensors, **problem.settings, backend=BACKEND)}
     )
     expected = run()
@@ -301,7 +301,7 @@ def test_strides_past_2_31(op: str, axis: int, device: torch.device):
 
 @pytest.mark.usefixtures('most_memory')
 def test_a_million_tokens(device: torch.device):
-    """The composition, forward and backward: all finite, and its last rows as eager has them."""
+    """The composition, forward and backward: all values are finite, and the last rows match eager."""
     tensors, settings = make_nsa(
         1, MILLION, heads=4, kv_heads=1, sizes=(32, 16, 64, 16, 512), device=device
     )  # fmt: skip
@@ -325,7 +325,7 @@ ROWS = 70_001
 
 
 def grid_problem(op: str, device: torch.device) -> Problem:
-    """So many sequences of a few tokens that a grid has more than 65,535 programs along its axis of tiles."""
+    """Return a problem with so many sequences that a grid has more than 65,535 programs along its axis of tiles."""
     shape: dict[str, Any] = {'heads': 2, 'kv_heads': 1, 'head_dim': 16, 'dtype': torch.bfloat16, 'device': device}
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = make_qkv(ROWS, 3, 7, **shape, generator=generator)
@@ -372,16 +372,16 @@ def test_grids_past_65535(op: str, device: torch.device):
     assert_obeys_the_rules(problem, problem.draw_grads(torch.Generator(device).manual_seed(1)), BACKEND)
 
 
-def test_choices_past_65535(device: torch.device):
+def test_selections_past_65535(device: torch.device):
     problem = grid_problem('scores', device)
     tensors = {name: problem.tensors[name] for name in ('q', 'k_cmp', 'lse')}
-    choice = {'num_selected': 1, 'num_init': 0, 'num_local': 0, 'share_group': True}
+    selection = {'num_selected': 1, 'num_init': 0, 'num_local': 0, 'share_group': True}
     settings = problem.settings | {'causal': True}
-    assert_chooses_as_well(choose(BACKEND, tensors, settings, choice), tensors, settings, choice)
+    assert_chooses_as_well(choose(BACKEND, tensors, settings, selection), tensors, settings, selection)
 
 
 def test_programs_past_65535_of_one_sequence(device: torch.device):
-    """One row of so many tokens that a kernel with a program per query has as many."""
+    """One row has more than 65,535 tokens, so kernels with a program per query have as many programs."""
     tensors, settings = make_nsa(1, ROWS, heads=2, kv_heads=1, head_dim=16, sizes=(16, 8, 16, 4, 16), device=device)
     out = nsa(**tensors, **settings, backend=BACKEND)
     per_query = ('q', 'gates')
@@ -391,7 +391,7 @@ def test_programs_past_65535_of_one_sequence(device: torch.device):
 
 
 def peaks(op: Op, tensors: dict[str, Tensor], **settings: Any) -> dict[str, int]:
-    """Bytes that a forward and a backward need at their peak beyond inputs, results and what the forward keeps."""
+    """Return the peak bytes of a forward and of a backward beyond inputs, results and saved tensors."""
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -400,7 +400,7 @@ def peaks(op: Op, tensors: dict[str, Tensor], **settings: Any) -> dict[str, int]
     out = outputs if isinstance(outputs, Tensor) else outputs[0]
     found = {'forward': torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()}
     if out.requires_grad:
-        # At most as much as the output is kept with it, and the log-sum-exp.
+        # At most the size of the output is saved with it, and the log-sum-exp.
         assert torch.cuda.memory_allocated() - before <= 2.2 * out.nbytes + 2**24
         dout = torch.randn_like(out[:, :1]).expand_as(out)
         torch.cuda.reset_peak_memory_stats()
@@ -431,7 +431,7 @@ def memory_problems(
         'window': (window_attention, {'q': q, 'k': k, 'v': v}, {'window_size': (511, 0)}),
         'compressed': (compressed_attention, compressed, {'block_size': 32, 'stride': 16}),
         'selected': (selected_attention, {'q': q, 'k': k, 'v': v, 'block_indices': blocks}, {'block_size': 64}),
-        'choice': (select_blocks, {'q': q, 'k_cmp': k_cmp, 'lse': lse}, sizes | {'num_selected': 16}),
+        'selection': (select_blocks, {'q': q, 'k_cmp': k_cmp, 'lse': lse}, sizes | {'num_selected': 16}),
         'scores': (chosen_scores, {'q': q, 'k_cmp': k_cmp, 'lse': lse, 'block_indices': blocks}, sizes),
         'sum': (gated_sum, {'gates': torch.rand(1, seqlen, heads, 3, device=device), **branches}, {}),
     }
@@ -442,16 +442,16 @@ def memory_problems(
     [(2**18, 64, 4, 128), (2**18, 64, 64, 128), (2**19, 4, 4, 64), (2**20, 64, 4, 128)],
 )
 def test_workspace_of_long_sequences(seqlen: int, heads: int, kv_heads: int, head_dim: int, device: torch.device):
-    """At most 1 GiB, also where parts of one kv head are those of some tokens, and unions those of some tiles."""
+    """The workspace is at most 1 GiB, also where parts of one KV head cover some tokens, and unions some tiles."""
     function, tensors, settings = memory_problems(seqlen, kv_heads, device, heads, head_dim)['selected']
     for phase, size in peaks(function, tensors, **settings).items():
         assert size <= GIB, f'{phase}: {size / GIB:.2f} GiB'
 
 
 @pytest.mark.parametrize('kv_heads', [4, 64])
-@pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'choice', 'scores', 'sum'])
+@pytest.mark.parametrize('op', ['window', 'compressed', 'selected', 'selection', 'scores', 'sum'])
 def test_workspace(op: str, kv_heads: int, device: torch.device):
-    """At most 1 GiB beside inputs, results and what the forward keeps at any size, and linear in the length."""
+    """The workspace is at most 1 GiB beside inputs, results and saved tensors at any size, and linear in the length."""
     found = []
     for seqlen in (16384, 32768):
         function, tensors, settings = memory_problems(seqlen, kv_heads, device)[op]
@@ -468,7 +468,7 @@ def test_workspace(op: str, kv_heads: int, device: torch.device):
 @pytest.mark.parametrize('kv_heads', [4, 64])
 @pytest.mark.parametrize('op', ['window', 'compressed', 'selected'])
 def test_workspace_with_gates(op: str, kv_heads: int, device: torch.device):
-    """Which `nsa` gives the attentions."""
+    """The workspace with gates inside the attentions, as `nsa` passes them."""
     function, tensors, settings = memory_problems(65536, kv_heads, device)[op]
     tensors['gate'] = torch.rand(1, 65536, 64, device=device)
     for phase, size in peaks(function, tensors, **settings).items():

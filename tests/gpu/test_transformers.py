@@ -83,7 +83,7 @@ def test_gradients_equal_those_of_eager(kind: dict[str, Any]):
 @torch.no_grad()
 @kinds
 @pytest.mark.parametrize('padded', [False, True], ids=['', 'padded'])
-def test_decoding_equals_the_whole(kind: dict[str, Any], padded: bool):
+def test_decoding_equals_the_full_forward(kind: dict[str, Any], padded: bool):
     """Prefill, single tokens and a chunk, by the decode kernels, in float32."""
     ids, model = make_ids(420), make(**kind, backend='triton')
     mask = torch.ones_like(ids)
@@ -112,7 +112,7 @@ def test_generation_runs_through_the_decode_launches(kind: dict[str, Any]):
 @torch.no_grad()
 @kinds
 def test_a_static_cache_generates_as_a_dynamic_one(kind: dict[str, Any]):
-    """For a static cache, transformers would compile the steps on a GPU."""
+    """A static cache gives the text of a dynamic one; for it, transformers would compile the steps on a GPU."""
     model, ids = make(**kind), make_ids(300)
     options: dict[str, Any] = {'max_new_tokens': 24, 'do_sample': False, 'return_dict_in_generate': True}
     dynamic = model.generate(ids, **options)

@@ -132,7 +132,7 @@ def test_divergence(extents: Extents, changes: dict[str, Any], share_group: bool
 def test_divergence_of_drawn_problems(
     extents: Extents, heads: Heads, causal: bool, window: tuple[int, int] | None, dtype: torch.dtype, **settings: Any
 ) -> None:
-    """Packed, lengths, offsets, any head size, groups and blocks of any size; padding holds NaN."""
+    """Packed rows, lengths, offsets, and head, group and block sizes of any value; padding holds NaN."""
     window = window and (window[0], 0 if causal else window[1])
     problem = make_problem(extents, heads, dtype=dtype, causal=causal, window_size=window, **settings)
     assert_equals_eager(*problem)
@@ -232,7 +232,7 @@ def test_layouts() -> None:
 
 
 def test_a_batch_row_does_not_depend_on_others() -> None:
-    """Divided by their number, rows have the gradients that they have alone."""
+    """Times their number, the gradients of rows equal those of each row alone."""
     tensors, arguments = make_problem(whole(40, batch=2))
     loss, *grads = run(tensors, arguments)
     alone = []

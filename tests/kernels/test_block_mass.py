@@ -80,7 +80,7 @@ def test_mass(extents: Extents, changes: dict[str, Any], share_group: bool, devi
 def test_mass_of_drawn_problems(
     extents: Extents, heads: Heads, causal: bool, window: tuple[int, int] | None, dtype: torch.dtype, **settings: Any
 ) -> None:
-    """Packed, lengths, offsets, any head size, groups and blocks of any size; padding holds NaN."""
+    """Packed rows, lengths, offsets, and head, group and block sizes of any value; padding holds NaN."""
     window = window and (window[0], 0 if causal else window[1])
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     assert_equals_eager(*make_problem(extents, heads, device, dtype, causal=causal, window_size=window, **settings))
@@ -106,8 +106,8 @@ def test_queries_do_not_depend_on_others(device: torch.device) -> None:
     assert same_bits(block_mass(**some, **settings, q_offset=30, backend='triton'), every[1:, 30:37])
 
 
-def test_what_is_not_finite_stays_in_its_queries(device: torch.device) -> None:
-    """A key that is NaN reaches the queries that see it, outside the window or in it."""
+def test_non_finite_keys_affect_their_readers_only(device: torch.device) -> None:
+    """A NaN key affects the queries that read it, outside the window or in it, and no others."""
     tensors, settings = make_problem(whole(40), SMALL, device)
     expected = block_mass(**tensors, **settings, backend='triton')
     tensors['k'][:, 30, 0] = torch.nan
@@ -151,7 +151,7 @@ def test_layouts(device: torch.device) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize('extents', [whole(60, batch=2), packed([30, 0, 31], uncovered=2)])
 def test_loss(extents: Extents, device: torch.device) -> None:
-    """Of drawn queries, with NaN in the padding."""
+    """The loss of random queries, with NaN in the padding."""
     heads, sizes = SMALL, {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4}
     q, k, _ = make_qkv(extents, heads)
     q_cmp, (k_cmp, _) = make_qkv(extents, heads)[0], make_compressed(extents, heads, 4, 2)

@@ -81,7 +81,7 @@ def test_some_chunks_of_many_csr_rows(scan: bool, device: torch.device) -> None:
     num_programs = count_programs(num_entries, num_slots, chunk)
     of_device = starts[None].to(device)
     csr = BlockToQuery(of_device, of_device, num_entries, num_slots, num_programs, 0, 1, 0)
-    firsts = starts // chunk + torch.arange(num_slots + 1)  # the first chunk of each list
+    firsts = starts // chunk + torch.arange(num_slots + 1)  # the first chunk of each CSR row
     picked = torch.randint(num_slots, (20,))
     indices = torch.cat([firsts[picked], firsts[picked + 1] - 1, torch.randint(num_programs, (20,))]).int()
     slots = torch.searchsorted(firsts, indices, right=True) - 1

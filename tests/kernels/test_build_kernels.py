@@ -21,7 +21,7 @@ CPU = torch.device('cpu')
 
 
 class Mode:
-    """Triton's `AsyncCompileMode`, for kernels that are no kernels."""
+    """Stands in for `AsyncCompileMode` of Triton."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -37,7 +37,7 @@ modes: list[Mode] = []
 
 
 class Kernel:
-    """A kernel that notes its warm-ups."""
+    """Stands in for a kernel; records its warm-ups."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -120,7 +120,7 @@ def test_an_error_ends_it() -> None:
 
 
 @pytest.mark.usefixtures('on_gpu')
-def test_what_is_refused() -> None:
+def test_refused_settings() -> None:
     with pytest.raises(ValueError, match='num_workers is 0, but must be'):
         build_kernels(print, num_workers=0)
     with pytest.raises(ValueError, match='build_kernels is called inside another call of it'):

@@ -347,7 +347,7 @@ def test_packed_equals_alone(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('needed', [(), ('q',), ('k_cmp',), ('k_cmp', 'lse')])
-def test_gradients_for_what_needs_them(needed: tuple[str, ...], device: torch.device) -> None:
+def test_gradients_of_required_tensors_alone(needed: tuple[str, ...], device: torch.device) -> None:
     tensors, settings = make_problem(whole(8), device)
     grads = make_grad(tensors)
     expected = run_eager(chosen_scores, tensors, grads, **settings)

@@ -127,7 +127,9 @@ def test_memory_larger_than_the_workspace(device: torch.device, monkeypatch: pyt
 
 
 def test_rows_that_the_workspace_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows whose partial sums fit the workspace one at a time, memory included, have the same bits as together."""
+    """Rows have the same bits whether their partial sums, memory included, fit the workspace together or one row at a
+    time.
+    """
     monkeypatch.setattr(keys, 'FULL_GRID', 1)
     extents = whole(20, batch=3)
     tensors, grads = make_inputs(extents, HEADS, device, 2), make_grads(extents, HEADS, device)
@@ -352,7 +354,7 @@ def test_packed_is_alone(lengths: list[int], causal: bool, num_memory: int, devi
         torch.testing.assert_close(together[name], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_chunks_of_queries_are_the_whole(device: torch.device) -> None:
+def test_chunks_of_queries_equal_one_call(device: torch.device) -> None:
     tensors = make_inputs(whole(45), HEADS, device, 1)
     settings = settings_of(whole(45), device)
     out, lse = attend(**tensors, **settings, backend='triton')

@@ -247,7 +247,7 @@ def test_one_token_for_all_rows(device: torch.device) -> None:
 
 @pytest.mark.parametrize('gate_dtype', [torch.float32, torch.float16])
 def test_parameters_of_another_dtype(gate_dtype: torch.dtype, device: torch.device) -> None:
-    """As under autocast, where parameters stay float32."""
+    """Parameters stay float32, as under autocast."""
     case = Case(heads=ONE_HEAD, dtype=torch.float16, pairs=2)
     layer, cache = make_layer(case, device), make_cache(case, [26], device)
     layer['positions'] = tuple(t.float() for t in layer['positions'])
@@ -285,7 +285,7 @@ def test_large_logits(sign: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize('page_size', [None, 16])
 def test_rules_of_the_gpu_tests(page_size: int | None, device: torch.device) -> None:
-    """The rules of the GPU tests hold here too, so that they are not read there for the first time."""
+    """The checks of the GPU tests run here too, so that their code is tested without a GPU."""
     sizes: dict[str, Any] = {'capacity': 64, 'num_tokens': 2, 'group': 2, 'kv_heads': 1, 'head_dim': 16, 'value_dim': 8}
     shape = Shape((40, 33, 0), **sizes, sizes=(8, 4, 8, 3, 10), dtype=torch.float32, page_size=page_size)
     assert_obeys_the_rules(Decoder(shape, device), steps=2)

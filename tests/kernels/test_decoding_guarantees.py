@@ -93,11 +93,11 @@ def test_ties_go_to_the_lower_block(
     assert cache.k_cmp is not None
     cache.k_cmp.masked_fill_(~cache.k_cmp.isnan(), 0)
     tokens = make_tokens(case, 1, 1, device)
-    tokens['q'].round_()  # products are exact, in whatever order a processor adds them up
+    tokens['q'].round_()  # products are exact in any order of summation
     _, chosen = decode(cache, tokens, layer, num_splits=2)
     assert chosen is not None
     own = (capacity - 4) // blocks[2]
-    # Only what begins before the first block, or lies in it alone, has another score: of the rest the lowest are taken.
+    # Only blocks that overlap the start have another score; of the rest the lowest are selected.
     first = next(block for block in range(1, own) if block * blocks[2] >= blocks[0] - blocks[1])
     assert chosen.sort(-1).values.flatten(0, 2).tolist() == [[0, first, first + 1, own]] * chosen.shape[2]
 
@@ -152,7 +152,7 @@ def test_later_tokens_change_nothing(case: Case, value: float, device: torch.dev
     ids=['', 'own', 'paged'],
 )
 def test_tokens_beyond_the_capacity_are_dropped(case: Case, device: torch.device) -> None:
-    """As in a graph replay: the host's bound says that there is room, the lengths say that there is none."""
+    """As in a graph replay, the host's bound reports room and the lengths on the device do not."""
     lengths = [case.capacity - 2, 20, case.capacity]
     layer, cache = make_layer(case, device), make_cache(case, lengths, device)
     twin, tokens = copy_cache(cache), make_tokens(case, 3, 4, device)
@@ -161,7 +161,7 @@ def test_tokens_beyond_the_capacity_are_dropped(case: Case, device: torch.device
     assert cache.lengths.tolist() == cache._peaks.tolist() == [case.capacity, 24, case.capacity]
     assert cache.max_length == 4
     assert_rest_is_unused(cache)
-    # Those that fit are served as if the others were not there.
+    # Tokens that fit have the results of a step without the others.
     for row, count in ((0, 2), (1, 4)):
         single = make_cache(Case(**{**vars(case), 'page_size': None}), [lengths[row]], device)
         for name in ('k', 'v', 'k_window', 'v_window', 'k_cmp', 'v_cmp', 'raw_k', 'raw_v'):
@@ -237,7 +237,7 @@ def test_a_cache_that_grows(device: torch.device) -> None:
 
 @pytest.mark.parametrize('num_tokens', [0, 17])
 def test_numbers_of_tokens_that_the_kernels_do_not_take(num_tokens: int, device: torch.device) -> None:
-    """These numbers of tokens use the ops of `nsa`."""
+    """Steps of such numbers of tokens run the ops of `nsa`."""
     case = Case(heads=ONE_HEAD)
     layer, cache = make_layer(case, device), make_cache(case, [13], device)
     twin, tokens = copy_cache(cache), make_tokens(case, 1, num_tokens, device)

@@ -161,7 +161,7 @@ def test_later_tokens_change_nothing(merged: str, value: float, device: torch.de
 @MODES
 @pytest.mark.parametrize('page_size', [None, 16])
 def test_rules_of_the_gpu_tests(page_size: int | None, merged: str, device: torch.device) -> None:
-    """The rules of the GPU tests hold here too, so that they are not read there for the first time."""
+    """The checks of the GPU tests run here too, so that their code is tested without a GPU."""
     sizes: dict[str, Any] = {'capacity': 64, 'num_tokens': 2, 'group': 2, 'kv_heads': 1, 'head_dim': 16, 'value_dim': 8}
     options: dict[str, Any] = {'dtype': torch.float32, 'page_size': page_size, 'merged': merged}
     shape = Shape((40, 33, 0), **sizes, sizes=(8, 4, 8, 3, 10), **options)
@@ -182,7 +182,7 @@ def test_rules_of_the_gpu_tests(page_size: int | None, merged: str, device: torc
 )
 @torch.no_grad()
 def test_layers_decode_by_the_kernels(settings: dict[str, Any], device: torch.device) -> None:
-    """Steps of a layer give its whole forward."""
+    """Steps of a layer equal its full forward."""
     sizes = (32, 16, 4, 6, 8, 4, 8, 4)
     layer = SparseAttention(*sizes, kv_heads=2, causal=True, merge_window=True, backend='triton', **settings)
     layer = layer.to(device)

@@ -33,7 +33,7 @@ ONE_HEAD, TWO_HEADS = Heads(2, 1, 16, 16), Heads(2, 2, 16, 24)
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were launched, by name."""
+    """Record the names of the launched kernels."""
     names: list[str] = []
     launch = launch_cache.launch
 
@@ -62,7 +62,7 @@ def test_networks(network: str, dtype: torch.dtype, device: torch.device, launch
 def test_weights_are_read_only_for_complete_blocks(
     lengths: list[int], complete: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of complete blocks of which products are computed."""
+    """Count the complete blocks of which products are computed."""
     case = Case(network='mlp', heads=ONE_HEAD)
     layer, cache = make_layer(case, device), make_cache(case, lengths, device)
     tokens, columns = make_tokens(case, 3, 1, device), []
@@ -141,7 +141,7 @@ def test_weights_of_any_strides(network: str, device: torch.device, launched: li
 
 
 @torch.no_grad()
-def test_steps_equal_the_whole_forward(device: torch.device, launched: list[str]) -> None:
+def test_steps_equal_the_full_forward(device: torch.device, launched: list[str]) -> None:
     """A layer with its default φ: one token at a time after prompts of different lengths."""
     sizes: dict[str, Any] = {
         'sliding_window_size': 5,
@@ -173,7 +173,9 @@ SIZES = [(64, 32, 0.2), (24, 12, 1.7), (96, 40, 0.03)]
 def test_rules(
     sizes: tuple[int, int, float], make: Callable[..., nn.Module], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """By the error rules; layers of several tiles, whose last ones are not full, and rows that hold NaN or infinity."""
+    """Layers of several tiles, whose last ones are partly filled, and rows that hold NaN or infinity, by the error
+    rules.
+    """
     dim, block_size, expand = sizes
     networks = make_mlps(make, (dim, dim + 8), block_size, 2, expand, dtype, device)
     lengths, num_tokens = [block_size - 1, 0, 2 * block_size - 1, 1, 3 * block_size - 2], block_size // 2 + 1

@@ -24,6 +24,6 @@ def test_large_elements_are_found(value: float, name: str, device: torch.device)
 
 
 def test_smaller_elements_are_not_found(device: torch.device) -> None:
-    # What a chunk of tokens adds up to is half as much.
+    # The sum of a chunk of tokens is half as large.
     below = torch.full((*SHAPE, 16), 2.0**58 / (finite.BLOCK_T * 16), device=device)
     assert not finite.find_large(below, -below).any()

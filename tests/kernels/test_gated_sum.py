@@ -81,13 +81,13 @@ def test_strides(layout: str, device: torch.device) -> None:
     tensors['gates'] = gates
     tensors['out_window'] = torch.randn(2, 24, 19, 5, device=device).permute(0, 2, 3, 1)
     check(tensors, torch.randn(shape, device=device))
-    # As `out.sum().backward()` hands it in, and as the gradient of another layout.
+    # Expanded, as from `out.sum().backward()`, and in another layout.
     check(tensors, torch.ones((), device=device).expand(shape))
     check(tensors, torch.randn(2, 5, 24, 19, device=device).permute(0, 3, 1, 2))
 
 
 @pytest.mark.parametrize('needed', [(), ('gates',), ('out_selected',), ('out_compressed', 'out_window')])
-def test_gradients_for_what_needs_them(needed: tuple[str, ...], device: torch.device) -> None:
+def test_gradients_of_required_tensors_alone(needed: tuple[str, ...], device: torch.device) -> None:
     tensors = make_problem((1, 17, 2, 20), torch.float32, torch.float32, device)
     grad = torch.randn(1, 17, 2, 20, device=device)
     expected = run(tensors, grad, 'eager')
@@ -123,7 +123,7 @@ def test_nan_stays_in_its_row(device: torch.device) -> None:
 
 
 def test_offsets_beyond_int32(device: torch.device) -> None:
-    # Of the storage only the rows are touched that the view has.
+    # Only the rows of the view are accessed in the storage.
     storage = torch.empty(2**31 + 2**12, dtype=torch.float16)
     if device.type == 'cuda':
         storage = storage.to(device)

@@ -1,4 +1,4 @@
-"""Attentions that differentiate the gate of their output, against eager, and `gated_sum` with gate_in_attention.
+"""Gates inside the attentions, against eager, and `gated_sum` with gate_in_attention.
 
 Selected attention has its own file.
 """
@@ -135,7 +135,7 @@ def test_queries_that_read_nothing(value: float, dtype: torch.dtype, device: tor
 @every_dtype
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torch.device) -> None:
-    """It reaches its own query and the keys that this query reads."""
+    """A non-finite gate affects its own query and the keys that this query reads."""
     tensors = make_inputs(whole(40), HEADS, device, dtype)
     tensors['gate'] = make_gate(tensors['q'])
     tensors['gate'][:, 20] = junk
@@ -150,7 +150,7 @@ def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torc
 @every_dtype
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_gates_of_queries_that_read_nothing(junk: float, dtype: torch.dtype, device: torch.device) -> None:
-    """They may have any value, like gates of tokens that no sequence covers."""
+    """Gates of queries without keys may have any value, like those of tokens that no sequence covers."""
     tensors = make_inputs(PACKED, TWO_GROUPS, device, dtype)
     tensors['gate'] = make_gate(tensors['q'])
     tensors['gate'][:, 48:] = junk
@@ -311,7 +311,7 @@ def test_branches_left_out(left_out: tuple[int, ...], device: torch.device, sums
 
 def test_where_attentions_take_no_gates(device: torch.device, sums: list[Any]) -> None:
     """Differentiable or custom selection needs gradients of log-sum-exps, and float16 has few bits for small products.
-    Without gradients nothing needs gates in the attentions.
+    Calls without gradients need no gates in the attentions.
     """
     tensors, grads = make_nsa(whole(13), HEADS, device), make_grads(whole(13), HEADS, device)[:1]
     assert_close_to_eager(attend, tensors, grads, use_diff_topk=True)
@@ -373,7 +373,7 @@ def fresh_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.plain_memory  # the compiler traces what is allocated
+@pytest.mark.plain_memory  # the compiler traces allocations
 def test_compiled(device: torch.device, sums: list[Any], fresh_graphs: None) -> None:
     tensors, grads = make_nsa(whole(9), HEADS, device), make_grads(whole(9), HEADS, device)[:1]
     run = partial(attend, backend='triton')

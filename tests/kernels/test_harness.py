@@ -1,4 +1,4 @@
-"""The checks of the test harness report the faults that they are made for."""
+"""The checks of the test harness report the faults for which they are made."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_right_accesses_pass(load_size: int, device: torch.device) -> None:
     assert copy(x, load_size, 0, 40)[:load_size].equal(x[:load_size])
 
 
-def test_what_is_not_written_is_nan_inside_a_registered_op(device: torch.device) -> None:
+def test_unwritten_memory_is_nan_inside_a_registered_op(device: torch.device) -> None:
     out = copy(torch.randn(40, device=device), 40, 0, 39)
     assert out.isnan().tolist() == [False] * 39 + [True]
 

@@ -19,7 +19,7 @@ HEADS = Heads(4, 2, 16, 16)
 SEQLEN = 300
 # Queries read all tokens before them; some keys in the middle, of which every other query has logits of `far`.
 MIDDLE = slice(70, 90)
-# Which fix what weights are relative to; the interpreter computes bfloat16 wrongly.
+# Dtypes whose unmasked loop has a fixed reference; the interpreter computes bfloat16 wrongly.
 DTYPES = [torch.float32] if is_interpreted() else [torch.float32, torch.bfloat16]
 
 
@@ -44,7 +44,7 @@ def test_logits_far_from_those_at_the_ends(far: float, dtype: torch.dtype, devic
     tensors = make_tensors(far, device, dtype)
     out, lse = run(tensors, 'triton')
     exact, exact_lse = run({name: t.double() for name, t in tensors.items()}, 'eager')
-    # Of logits the last digits are lost, and of what is made of them.
+    # Large logits lose their last digits, and so do results.
     tolerance = (1e-5 if dtype == torch.float32 else 2e-3) + abs(far) * 2**-21
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
@@ -61,7 +61,7 @@ def test_rows_beside_them_keep_their_bits(far: float, dtype: torch.dtype, device
 
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf, 1e30])
-def test_what_follows_changes_no_bit(junk: float, dtype: torch.dtype, device: torch.device) -> None:
+def test_later_tokens_change_no_bit(junk: float, dtype: torch.dtype, device: torch.device) -> None:
     tensors = make_tensors(30, device, dtype)
     expected = run(tensors, 'triton')
     for name, position in (('q', 200), ('k', 200), ('k', 249), ('v', 249), ('v', 298)):

@@ -47,7 +47,7 @@ def test_the_same_bits(
     else:
         op, settings = window_attention, settings | {'window_size': window}
     result = run_triton(op, tensors, grads, **settings)
-    # Between memory and the keys of a packed sequence lie others.
+    # Other keys lie between memory and the keys of a packed sequence.
     assert bool(described) == (not with_memory or 'cu_seqlens' not in extents.where)
     monkeypatch.setattr(launch, 'WITH_TILES', ())
     del described[:]

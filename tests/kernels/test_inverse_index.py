@@ -1,4 +1,4 @@
-"""The inverse index of blocks against their definition."""
+"""The inverse index of blocks against its definition."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_indices(extents: Extents, index_heads: int, num_selected: int, block_si
 def lists_of_pair(
     rows: Tensor, row: int, sequences: Sequences, block_size: int, causal: bool, unique: bool, tokens: range
 ) -> Lists:
-    """By definition, for the rows of indices `[T, R, n]` of one pair."""
+    """Return the CSR rows of one pair from indices `[T, R, n]`, by definition."""
     layout = sequences.layout()
     lists: Lists = defaultdict(list)
     for t, of_token in zip(tokens, rows[tokens.start : tokens.stop].tolist(), strict=True):
@@ -69,7 +69,7 @@ def lists_of_pair(
 
 @contextmanager
 def sorted_by(tile: Tile | None) -> Iterator[None]:
-    """A counting sort of tiles of this size, or lists that are sorted as a whole."""
+    """Sort by a counting sort with tiles of this size, or all keys as a whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inverse_index, 'MAX_SHORT_ENTRIES', 0)
         if tile is None:
@@ -118,7 +118,7 @@ def check(
             found = {s: entries[starts[s] : starts[s + 1]].tolist() for s in range(num_slots)}
             found = {slot: entries for slot, entries in found.items() if entries}
             assert found == lists_of_pair(own, row, sequences, block_size, causal, unique, asked)
-            # Every entry stands somewhere once, so that none of them leads out of memory.
+            # Every entry occurs once, so none of them points outside the tensors.
             assert entries.sort().values.tolist() == list(range(len(entries)))
 
 
@@ -203,7 +203,7 @@ def test_pairs_in_groups(most: int, tile: Tile | None, device: torch.device, mon
     'extents', [Extents(3, 12, 12, {}, [12] * 3), packed([0, 41, 0, 31, 12], uncovered=9)], ids=['whole', 'packed']
 )
 def test_long_lists_of_pairs(extents: Extents, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are sorted with the lists of other pairs."""
+    """Pairs with many entries, which are sorted together with those of other pairs."""
     monkeypatch.setattr(inverse_index, 'MAX_ROW', 0)
     check(extents, device, tile=None)
 
@@ -264,7 +264,7 @@ def test_junk_in_borders_stays_inside_the_lists(borders: list[int], tile: Tile |
         (2**9, 257, 4, 10),
     ],
 )
-def test_choice_of_tiles(num_rows: int, num_selected: int, num_slots: int, log_size: int | None) -> None:
+def test_selection_of_tiles(num_rows: int, num_selected: int, num_slots: int, log_size: int | None) -> None:
     tile = inverse_index._choose_tile(4, num_rows, num_selected, num_slots)
     assert (None if tile is None else tile.log_size) == log_size
 

@@ -1,4 +1,4 @@
-"""Compiled kernels that `launch` keeps, played by what notes how it was asked for and run."""
+"""Launches of compiled kernels that `launch` keeps, with stand-ins that record how they are called."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Played(CompiledKernel):
 
 
 class Kernel:
-    """A jit function, as `launch` sees it. asked: how often Triton would bind arguments; runs: launches without."""
+    """Stands in for a jit function. asked: how often Triton would bind arguments. runs: launches without binding."""
 
     arg_names = ('x', 'pair', 'strides', 'count', 'SECOND', 'FIRST')
 
@@ -69,7 +69,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 @pytest.mark.quick
 def test_a_launch_again(kernel: Kernel) -> None:
-    """Other tensors of the same looks: Triton's launcher gets addresses, numbers, and constants in their order."""
+    """Tensors with equal properties: Triton's launcher gets addresses, numbers and constants in their order."""
     first = kernel(torch.zeros(8), torch.zeros(8))
     x, y = torch.zeros(9), torch.zeros(2, 2)
     assert isinstance(kernel(x, y), type(first))
@@ -79,8 +79,8 @@ def test_a_launch_again(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize('name', ['alignment', 'dtype', 'none', 'nested dtype', 'number', 'constant'])
-def test_other_looks(kernel: Kernel, name: str) -> None:
-    """Triton is asked for whatever it would tell apart, and for each of them once."""
+def test_other_properties(kernel: Kernel, name: str) -> None:
+    """Triton binds the arguments for each property by which it specialises, once for each value."""
     x, y = torch.zeros(8), torch.zeros(8)
     others = {
         'alignment': (x[1:], y),

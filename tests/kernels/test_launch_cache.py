@@ -1,4 +1,4 @@
-"""Steps whose launches are replayed, with kernels of the interpreter that play compiled ones: they get addresses and
+"""Decoding steps with replayed launches. Kernels of the interpreter stand in for compiled ones: they get addresses and
 numbers alone, as Triton's launcher does.
 """
 
@@ -45,7 +45,7 @@ ONE_HEAD = Heads(2, 1, 16, 16)
 
 @pytest.fixture(autouse=True)
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that have been launched again, by name."""
+    """Record the names of replayed kernels."""
     runs: list[str] = []
     launch = launch_cache.launch
 
@@ -67,7 +67,7 @@ def step(cache: LayerCache, tokens: dict[str, Tensor], layer: dict[str, Any], **
 
 
 class Beside:
-    """A cache, and one that holds the same and whose launches are forgotten before every step."""
+    """A cache, and a copy of it whose launches are forgotten before every step."""
 
     def __init__(self, case: Case, lengths: list[int], runs: list[str]) -> None:
         self.case, self.batch, self.runs, self.device = case, len(lengths), runs, torch.device('cpu')
@@ -79,7 +79,7 @@ class Beside:
         return make_tokens(self.case, self.batch, num_tokens, self.device)
 
     def check(self, *, repeats: bool, tokens: dict[str, Tensor] | None = None, **settings: Any) -> Tensor:
-        """A step of either has the same bits; whether the launches of the first were made before."""
+        """Check that both caches give the same bits, and whether the step of the first was replayed."""
         tokens = self.tokens() if tokens is None else tokens
         layer = self.layer | settings
         self.twin.session.launches.clear()
@@ -119,7 +119,7 @@ CASES = {
 @pytest.mark.quick
 @pytest.mark.parametrize(('name', 'num_tokens'), [*((name, 1) for name in CASES), ('mean', 4), ('paged', 4)])
 def test_a_step_again(name: str, num_tokens: int, runs: list[str]) -> None:
-    """The bits of a first step, at any lengths, and the launches of one number of tokens beside those of another."""
+    """Repeated steps have the bits of a first step, and launches for several numbers of tokens coexist."""
     beside = Beside(CASES[name], [23, 6], runs)
     for count, repeats in ((num_tokens, False), (num_tokens, True), (2, False), (num_tokens, True)):
         beside.check(repeats=repeats, tokens=beside.tokens(count))
@@ -153,7 +153,7 @@ def test_other_settings(settings: dict[str, Any], runs: list[str]) -> None:
 
 
 def slid(tensor: Tensor, count: int = 1) -> Tensor:
-    """The same values elsewhere, `count` elements behind an address that 16 divides."""
+    """Return the same values in other memory, `count` elements behind an address that 16 divides."""
     buffer = torch.zeros(tensor.numel() + 64, dtype=tensor.dtype)
     start = -(buffer.data_ptr() // tensor.element_size()) % 16 + count
     return buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -169,12 +169,12 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.quick
 @pytest.mark.parametrize('change', CHANGES)
 @pytest.mark.parametrize('name', ['q', 'raw_k', 'v_window', 'gates', 'q_cmp'])
-def test_tokens_that_look_otherwise(name: str, change: str, runs: list[str]) -> None:
+def test_tokens_of_other_alignment(name: str, change: str, runs: list[str]) -> None:
     kind: dict[str, Any] = {'rotated': True, 'num_angles': 0} if name == 'q_cmp' else {'independent': True}
     beside = Beside(Case(heads=Heads(2, 2, 16, 16), **kind), [29], runs)
     for repeats in (False, True):
         beside.check(repeats=repeats)
-    for repeats in (False, change in ('strides', 'alignment')):  # else it is copied, anew in every step
+    for repeats in (False, change in ('strides', 'alignment')):  # otherwise each step copies it
         tokens = beside.tokens()
         beside.check(repeats=repeats, tokens=tokens | {name: CHANGES[change](tokens[name])})
     beside.check(repeats=True)
@@ -194,8 +194,8 @@ def test_gates_of_another_dtype(runs: list[str]) -> None:
 
 @pytest.mark.parametrize(('name', 'repeats'), [('positions', False), ('freqs', False), ('mem_kv', True)])
 def test_parameters_that_are_copied(name: str, repeats: bool, runs: list[str]) -> None:
-    """Parts of other tensors, whose values change between steps: the copy is made anew. That of memory pairs is made
-    before one looks.
+    """Slices of other tensors, whose values change between steps, are copied in every step; memory pairs are copied
+    before their properties are read.
     """
     beside = Beside(Case(heads=ONE_HEAD, pairs=2), [29], runs)
     whole = beside.layer[name]
@@ -209,7 +209,7 @@ def test_parameters_that_are_copied(name: str, repeats: bool, runs: list[str]) -
 
 
 def test_memory_of_another_dtype(runs: list[str]) -> None:
-    """As under autocast: it is cast anew in every step."""
+    """Memory pairs of another dtype, as under autocast, are cast in every step."""
     beside = Beside(Case(heads=ONE_HEAD, dtype=torch.float16), [29], runs)
     beside.layer['mem_kv'] = tuple(t.float() for t in beside.layer['mem_kv'])
     for index in range(3):
@@ -220,7 +220,7 @@ def test_memory_of_another_dtype(runs: list[str]) -> None:
 
 @pytest.mark.parametrize('num_angles', [0, None])
 def test_a_cache_of_another_dtype(num_angles: int | None, runs: list[str]) -> None:
-    """Queries are cast anew in every step."""
+    """Queries are cast in every step."""
     half = Case(heads=ONE_HEAD, dtype=torch.float16, num_angles=num_angles)
     beside = Beside(half, [26], runs)
     case = Case(heads=ONE_HEAD, num_angles=num_angles)
@@ -231,7 +231,7 @@ def test_a_cache_of_another_dtype(num_angles: int | None, runs: list[str]) -> No
 
 @pytest.mark.parametrize('num_angles', [0, None])
 def test_raw_keys_that_are_keys_or_not(num_angles: int | None, runs: list[str]) -> None:
-    """Told apart by which tensor is given, not by what it looks like."""
+    """Steps are distinguished by which tensor is given, not by its properties alone."""
     beside = Beside(Case(heads=ONE_HEAD, num_angles=num_angles), [29], runs)
     beside.check(repeats=False)
     tokens = beside.tokens()
@@ -264,7 +264,7 @@ def test_one_tensor_given_twice(runs: list[str]) -> None:
 
 @pytest.mark.parametrize('num_tokens', [2, 4])
 def test_networks_of_changing_layouts(num_tokens: int, runs: list[str]) -> None:
-    """What φ returns may lie anywhere and in any order."""
+    """Results of φ may have any address and any strides."""
 
     class Moody(torch.nn.Module):
         calls = 0
@@ -285,7 +285,7 @@ def test_networks_of_changing_layouts(num_tokens: int, runs: list[str]) -> None:
 
 
 def test_networks_that_cannot_compress_blocks(runs: list[str]) -> None:
-    """They too are found out before anything is written."""
+    """Unfit networks, too, are refused before anything is written."""
     beside = Beside(Case(heads=ONE_HEAD, network='own'), [29], runs)
     for repeats in (False, True):
         beside.check(repeats=repeats)
@@ -312,7 +312,7 @@ def test_no_tensor_of_the_caller_is_kept(network: str, runs: list[str]) -> None:
     layer, cache = make_layer(case, torch.device('cpu')), make_cache(case, [29], torch.device('cpu'))
     for repeats in (0, 1):
         tokens = make_tokens(case, 1, 1, torch.device('cpu'))
-        # Storages, as a tensor may come back as another object.
+        # Storages are compared, since a tensor may return as another object.
         given = [t.clone() for t in (*layer['positions'], *layer['mem_kv'], layer['freqs'])]
         replaced = {'positions': tuple(given[:2]), 'mem_kv': tuple(given[2:4]), 'freqs': given[4]}
         runs.clear()
@@ -351,7 +351,7 @@ def test_a_cache_that_grows(runs: list[str]) -> None:
     'duplicate', [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=['deepcopy', 'pickle']
 )
 def test_copies(duplicate: Any, page_size: int | None, runs: list[str]) -> None:
-    """A copy and its original go on apart from each other."""
+    """A copy and its original continue independently."""
     beside = Beside(Case(heads=ONE_HEAD, page_size=page_size), [29], runs)
     for repeats in (False, True):
         beside.check(repeats=repeats)
@@ -391,7 +391,7 @@ def test_a_table_of_other_strides_at_the_same_address(runs: list[str]) -> None:
 
 
 def test_a_workspace_that_is_lost(runs: list[str]) -> None:
-    """Launches hold what they write into."""
+    """Launches keep their scratch buffers alive."""
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
     beside.check(repeats=False)
     held = [weakref.ref(t) for t in beside.cache.session.workspace.values()]
@@ -449,7 +449,7 @@ def test_refused_by_a_transform(runs: list[str]) -> None:
 
 
 def test_other_ways_leave_launches_alone(runs: list[str]) -> None:
-    """Steps by ops, with counts and of another backend, between those by launches."""
+    """Steps by ops, with counts and on another backend leave recorded launches unchanged."""
     beside = Beside(Case(heads=ONE_HEAD), [29], runs)
     beside.check(repeats=False, tokens=beside.tokens(2))
     for cache in (beside.cache, beside.twin):
@@ -484,7 +484,7 @@ def test_the_device_of_the_tensors_is_made_the_current_one(runs: list[str], monk
 
 
 def test_recent_keys_after_changes() -> None:
-    """The newest entry is found without a hash, also after others were found, recorded, dropped or cleared."""
+    """The newest entry is found without a hash, also after entries were found, recorded, dropped or cleared."""
     recent = session.Recent()
     for number in range(session.MAX_LAUNCHES + 2):
         recent.record((number,), str(number))

@@ -1,4 +1,4 @@
-"""Steps whose launches are replayed, with other networks φ: those that the kernels compute, and others."""
+"""Decoding steps with replayed launches and networks φ, computed by the kernels or called."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.skipif(not is_interpreted(), reason='a GPU has compiled
 
 
 def test_one_mlp_for_keys_and_values(runs: list[str]) -> None:  # noqa: F811
-    """Its weights are given once; with two networks again the launches are others."""
+    """A shared MLP gives its weights once; with two networks other launches are recorded."""
     beside = Beside(Case(heads=ONE_HEAD, network='mlp'), [23], runs)
     networks = beside.layer['networks']
     for pair, repeats in ((networks[:1] * 2, False), (networks[1:] * 2, True), (networks, False), (networks, True)):
         beside.check(repeats=repeats, networks=pair)
 
 
-def test_mlps_whose_weights_look_alike(runs: list[str]) -> None:  # noqa: F811
-    """One adds the mean, the other does not; and one is called since it has a hook."""
+def test_mlps_with_weights_of_equal_properties(runs: list[str]) -> None:  # noqa: F811
+    """Of MLPs with weights of equal properties, one adds the mean; another is called because it has a hook."""
     beside = Beside(Case(heads=ONE_HEAD, network='mlp'), [23], runs)
     mlps = [tuple(make(16, 8).requires_grad_(False) for _ in range(2)) for make in (CompressMLP, MeanResidualMLP)]
     for networks in mlps:
@@ -37,7 +37,7 @@ def test_mlps_whose_weights_look_alike(runs: list[str]) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize('network', ['linear', 'mlp'])
-def test_other_values_of_the_same_looks(network: str, runs: list[str]) -> None:  # noqa: F811
+def test_other_values_of_the_same_properties(network: str, runs: list[str]) -> None:  # noqa: F811
     beside = Beside(Case(heads=ONE_HEAD, network=network), [23], runs)
     beside.check(repeats=False)
     for seed in range(2):

@@ -11,7 +11,7 @@ import torch
 
 from native_sparse_attention import ops
 from native_sparse_attention.ops._triton.launch import launch
-from tests.gpu.test_rules import BACKEND, Entry, block_sizes_for, choice_at, every_entry, problems_for, take_settings
+from tests.gpu.test_rules import BACKEND, Entry, block_sizes_for, every_entry, problems_for, selection_at, take_settings
 from tests.support.gpu_problems import choose
 
 
@@ -40,5 +40,5 @@ def test_settings_are_taken(entry: Entry, device: torch.device, monkeypatch: pyt
             if takes(asked):
                 return
     if 'block_selection' in entry.module:
-        choose(BACKEND, *choice_at(head_dim, dtype, 0, device))
+        choose(BACKEND, *selection_at(head_dim, dtype, 0, device))
     assert takes(asked), f'no problem takes settings from {entry.table}'

@@ -129,7 +129,7 @@ def test_strides(device: torch.device) -> None:
     _, weight, tables = make_problem(shape, 9, torch.float32, device, rows=2)
     x = torch.randn(2, 24, 19, 5, device=device).permute(0, 2, 3, 1)
     strided = weight[:, None].expand(-1, 3).contiguous()[:, 1]
-    # As `out.sum().backward()` hands it in, and as the gradient of another layout.
+    # Expanded, as from `out.sum().backward()`, and in another layout.
     expanded = torch.ones((), device=device).expand(shape)
     permuted = torch.randn(2, 5, 24, 19, device=device).permute(0, 3, 1, 2)
     check(x, strided, tables, (1, 2), [permuted, torch.randn(shape, device=device), permuted])
@@ -137,7 +137,7 @@ def test_strides(device: torch.device) -> None:
 
 
 def test_equals_the_composition(device: torch.device) -> None:
-    """The rotated output has the bits of `rotary` of the plain one, which is that of PyTorch up to rounding."""
+    """The rotated output has the bits of `rotary` of the plain output, which equals that of PyTorch up to rounding."""
     x, weight, tables = make_problem((2, 37, 3, 20), 7, torch.float16, device)
     rotated, plain = norm_rotary(x, weight, 1, 1, tables, eps=EPS, backend='triton')
     assert same_bits(rotated, rotary(plain, *tables, backend='triton'))
@@ -247,7 +247,7 @@ def test_opcheck(device: torch.device) -> None:
 
 
 def test_offsets_beyond_int32(device: torch.device) -> None:
-    # Of the storage only the rows are touched that the view has.
+    # Only the rows of the view are accessed in the storage.
     storage = torch.empty(2**31 + 2**12, dtype=torch.float16)
     if device.type == 'cuda':
         storage = storage.to(device)

@@ -80,7 +80,7 @@ def selected_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, gate: Tenso
     return selected_attention(q, k, v, indices, block_size=SELECTION_BLOCK, gate=gate, **settings)
 
 
-def choice(q: Tensor, k: Tensor, lse: Tensor, **settings: Any) -> Tensor:
+def selection(q: Tensor, k: Tensor, lse: Tensor, **settings: Any) -> Tensor:
     return select_blocks(q, k, lse, num_selected=3, **SIZES, **settings)
 
 
@@ -110,7 +110,7 @@ def make_selected(device: torch.device) -> Tensors:
     return inputs(device) | make_indices(device) | {'block_scale': block_scale}
 
 
-def make_choice(device: torch.device) -> Tensors:
+def make_selection(device: torch.device) -> Tensors:
     tensors = inputs(device, C)
     _, lse = compressed_attention(**_renamed(tensors), block_size=BLOCK, stride=STRIDE, backend='eager')
     return {'q': tensors['q'], 'k': tensors['k'], 'lse': lse}
@@ -179,18 +179,18 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[torch.device], Tensors]]] = {
     'features, gated': (featured, lambda d: inputs(d) | make_features(d) | make_gate(d)),
     'compressed, gated': (compressed, lambda d: inputs(d, C) | make_memory(d) | make_gate(d)),
     'selected, gated': (selected_gated, lambda d: inputs(d) | make_indices(d) | make_gate(d)),
-    'choice': (choice, make_choice),
+    'selection': (selection, make_selection),
     'mass': (mass, lambda d: {name: t for name, t in inputs(d).items() if name != 'v'}),
     'divergence': (diverge, lambda d: {'q_cmp': inputs(d)['q'], 'k_cmp': inputs(d, C)['k']}),
-    'scores': (scores, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
-    'scale': (scale_of, lambda d: make_choice(d) | {'indices': make_selected(d)['indices']}),
+    'scores': (scores, lambda d: make_selection(d) | {'indices': make_selected(d)['indices']}),
+    'scale': (scale_of, lambda d: make_selection(d) | {'indices': make_selected(d)['indices']}),
     'gated sum': (gated_sum, make_gated),
     'gated sum, gate in attention': (gate_in_attention, make_outs),
     'rotary': (rotated, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
     'norm and rotary': (normalised, make_normalised),
     'shared input': (shared, lambda d: {'x': inputs(d)['q'], 'positions': torch.arange(T, device=d)[None]}),
 }
-DIFFERENTIABLE = [name for name in OPS if name not in ('choice', 'mass')]
+DIFFERENTIABLE = [name for name in OPS if name not in ('selection', 'mass')]
 # The loss of the block scores calls it, too.
 WITHOUT_GRADIENT = ('block_mass',)
 

@@ -1,4 +1,4 @@
-"""Replayed calls of `nsa`, with kernels of the interpreter that play compiled ones: they get addresses and numbers."""
+"""Replayed calls of `nsa`. Kernels of the interpreter stand in for compiled ones: they get addresses and numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PROBLEMS = {
 
 
 def check(problem: Problem, runs: list[str], *, seeds: tuple[int, ...] = (0, 1), replays: bool = True) -> None:
-    """The bits of calls without replay, whose launches the replayed ones repeat in their order."""
+    """Check the bits of calls without replay; replayed calls repeat their launches in order."""
     for seed in seeds:
         with without_replay():
             expected = problem.results(problem.make(CPU, seed))
@@ -90,7 +90,7 @@ def test_other_sizes_between(runs: list[str]) -> None:
 @pytest.mark.parametrize('needs', [(), ('q',), ('k', 'gates'), ('k_cmp',), ('v',)], ids=str)
 @pytest.mark.parametrize('merged', [None, 'scores'])
 def test_gradients_of_some(needs: tuple[str, ...], merged: str | None, runs: list[str]) -> None:
-    """Where nothing is differentiated, the output has no graph, as without replay."""
+    """A call without gradients returns an output without a graph, as without replay."""
     problem = SMALL._replace(needs=needs, merged=merged, sizes=SIZES if merged else SMALL.sizes)
     check(problem, runs)
     with without_replay():
@@ -120,7 +120,7 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize('name', PROBLEMS)
 def test_a_graph_that_is_kept(name: str, runs: list[str]) -> None:
-    """Two calls of one program before their backward passes, one of which runs twice."""
+    """Two calls of one program run before their backward passes, one of which runs twice."""
     problem, calls = PROBLEMS[name], []
     with without_replay():
         expected = [problem.results(problem.make(CPU, seed))[1:] for seed in (0, 1)]
@@ -168,7 +168,7 @@ def test_other_gradients_of_the_output(kind: str, runs: list[str]) -> None:
     assert programs()
 
 
-def test_what_is_saved_is_not_changed_unseen(runs: list[str]) -> None:
+def test_changed_saved_rotations_are_detected(runs: list[str]) -> None:
     tensors = SMALL.make(CPU)
     out = SMALL.call(tensors)
     tensors['q'].detach().mul_(2)
@@ -214,7 +214,7 @@ def test_other_hooks_of_saved_tensors(runs: list[str]) -> None:
 
 
 def test_a_layer(runs: list[str]) -> None:
-    """Its own hooks, which save queries without rotary embedding, take part."""
+    """The hooks of a layer, which save queries without rotary embedding, take part."""
     torch.manual_seed(0)
     layer = SparseAttention(32, 16, 2, 8, 8, 4, 8, 3, kv_heads=1, causal=True, backend='triton')
     x = torch.randn(1, 30, 32)
@@ -266,7 +266,7 @@ def test_layouts(kind: str, runs: list[str]) -> None:
 
 
 def test_slices_of_one_projection(runs: list[str]) -> None:
-    """Inputs in one storage, whose distance differs from call to call."""
+    """Inputs are in one storage, at a distance that differs from call to call."""
     for gap in (0, 2, 1):
         tensors = SMALL.make(CPU)
         width = SMALL.heads + 2 + gap
@@ -313,7 +313,7 @@ def test_errors_are_those_of_the_call(runs: list[str]) -> None:
 
 
 def test_settings_of_other_types(runs: list[str]) -> None:
-    """1, 1.0 and True are equal, and no less three settings."""
+    """1, 1.0 and True are equal but distinct settings."""
     tensors = SMALL.make(CPU)
     SMALL._replace(settings={'scale': 1}).call(tensors)
     SMALL._replace(settings={'scale': 1.0}).call(tensors)
@@ -322,7 +322,7 @@ def test_settings_of_other_types(runs: list[str]) -> None:
     assert len(programs()) == 2
 
 
-# --- What sees into a call ---
+# --- Modes, hooks and transforms that observe a call ---
 
 
 class Subclass(Tensor):
@@ -403,7 +403,7 @@ def test_flags_have_programs_of_their_own(runs: list[str]) -> None:
 
 
 def test_threads(runs: list[str]) -> None:
-    """Two threads record and replay at the same time, and record nothing of each other."""
+    """Two threads record and replay at the same time, without recording operations of each other."""
     problems = [SMALL, SMALL._replace(merged='gate')]
     with without_replay():
         expected = [problem.results(problem.make(CPU)) for problem in problems]
@@ -424,7 +424,7 @@ def test_threads(runs: list[str]) -> None:
 
 
 def test_no_tensor_is_kept(runs: list[str]) -> None:
-    """A program holds no tensors, and a call releases what it saved with its graph."""
+    """A program holds no tensors, and a call releases its saved tensors with its graph."""
     SMALL.results(SMALL.make(CPU))
     (program,) = programs()
     held = [value for f in (program.forward, program.backward) for value in f.__globals__.values()]

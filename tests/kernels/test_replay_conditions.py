@@ -33,7 +33,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_another_thread_may_end_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its recorder goes while this thread reports a launch; the recorders after it are called."""
+    """Another thread removes its recorder while this thread reports a launch; later recorders are still called."""
     seen: list[Any] = []
 
     def ends(*_: Any) -> None:
@@ -68,7 +68,7 @@ def test_values_that_memory_does_not_hold(kind: str, runs: list[str]) -> None:
 
 
 def test_queries_by_keyword(runs: list[str]) -> None:
-    """The first argument need not be q, whose device, size and dtype decide."""
+    """q, whose device, size and dtype decide, may be given by keyword."""
     problem = SMALL._replace(features=True)
     tensors = problem.make(CPU)
     with without_replay():
@@ -86,7 +86,7 @@ def test_dropout_is_compared_where_it_can_be() -> None:
 
 
 def test_programs_may_go_while_one_is_recorded(monkeypatch: pytest.MonkeyPatch, runs: list[str]) -> None:
-    """Another thread with calls of many sizes clears them."""
+    """Another thread, with calls of many sizes, clears the programs meanwhile."""
     record = replay._record
 
     def clears(*args: Any) -> Any:
@@ -112,8 +112,8 @@ def test_below_autograd(first: str) -> None:
 
 
 @pytest.mark.parametrize('kind', ['is_grads_batched', 'vmap', 'compiled autograd', 'dispatch mode'])
-def test_what_sees_into_a_backward_pass(kind: str, runs: list[str]) -> None:
-    """It sees one op per gradient."""
+def test_observers_of_a_backward_pass(kind: str, runs: list[str]) -> None:
+    """Hooks and modes observe one op per gradient."""
 
     def results() -> list[Tensor | None]:
         tensors = SMALL.make(CPU)
@@ -208,7 +208,7 @@ def test_saved_tensors_are_released_after_their_last_use(merged: str | None, run
 
 @replay.replayed
 def project_and_rotate(q: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A call with a product outside autocast, as ops without kernels compute beside others with them."""
+    """A call with a matrix product outside autocast, as eager ops make beside kernels."""
     with torch.autocast('cpu', enabled=False):
         q = q @ weight
     return ops.rotary(q, cos, sin, backend='triton')
@@ -217,7 +217,7 @@ def project_and_rotate(q: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> T
 @pytest.mark.parametrize('backward', [True, False], ids=['backward inside', 'backward outside'])
 @pytest.mark.parametrize('forward', [True, False], ids=['forward inside', 'forward outside'])
 def test_autocast(forward: bool, backward: bool, runs: list[str]) -> None:
-    """A recorded operation is not cast a second time, and gradients do not depend on where the call was recorded."""
+    """A recorded operation is not cast a second time, and gradients do not depend on the context of the recording."""
     tensors = [torch.randn(1, 8, 2, 16), torch.randn(16, 16), torch.randn(1, 8, 8), torch.randn(1, 8, 8)]
 
     def results(forward: bool, backward: bool) -> list[Tensor | None]:
@@ -243,7 +243,7 @@ def rotated(q: Tensor) -> Tensor:
 
 
 def reads_values(q: Tensor) -> Tensor:
-    return rotated(q) * q.to('meta').shape[0]  # stands for a copy to the host, whose values PyTorch does not see read
+    return rotated(q) * q.to('meta').shape[0]  # stands for a copy to the host, which PyTorch does not see
 
 
 def changes_a_shape(q: Tensor) -> Tensor:

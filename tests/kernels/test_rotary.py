@@ -87,7 +87,7 @@ def test_strides(device: torch.device) -> None:
     x = torch.randn(2, 24, 19, 5, device=device).permute(0, 2, 3, 1)
     tables = angles.cos(), torch.rand(1, 1, 9, device=device).expand(2, 19, 9)
     check(x, *tables, torch.randn(shape, device=device))
-    # As `out.sum().backward()` hands it in, and as the gradient of another layout.
+    # Expanded, as from `out.sum().backward()`, and in another layout.
     check(x, *tables, torch.ones((), device=device).expand(shape))
     check(x, *tables, torch.randn(2, 5, 24, 19, device=device).permute(0, 3, 1, 2))
 
@@ -122,7 +122,7 @@ def test_non_finite_features_stay_in_their_pair(device: torch.device) -> None:
 
 
 def test_offsets_beyond_int32(device: torch.device) -> None:
-    # Of the storage only the rows are touched that the view has.
+    # Only the rows of the view are accessed in the storage.
     storage = torch.empty(2**31 + 2**12, dtype=torch.float16)
     if device.type == 'cuda':
         storage = storage.to(device)

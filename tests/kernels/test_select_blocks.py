@@ -41,21 +41,21 @@ from tests.support.select_blocks_problems import (
 TILE = 32
 
 
-def assert_equals_eager(problem: Problem, **choice: Any) -> Tensor:
-    result, expected = (choose(problem, backend, **choice) for backend in ('triton', 'eager'))
+def assert_equals_eager(problem: Problem, **selection: Any) -> Tensor:
+    result, expected = (choose(problem, backend, **selection) for backend in ('triton', 'eager'))
     assert result.dtype == torch.int32
     assert torch.equal(result, expected)
     return result
 
 
-def assert_as_good_as_eager(problem: Problem, tolerance: float = 1e-5, **choice: Any) -> None:
+def assert_as_good_as_eager(problem: Problem, tolerance: float = 1e-5, **selection: Any) -> None:
     """Assert that the selected blocks equal eager's, except where scores differ by less than float32 roundings. Forced
     blocks, the number of blocks and their order are equal.
     """
     tensors, settings = problem
-    result = choose(problem, **choice)
+    result = choose(problem, **selection)
     exact = {name: t.double() for name, t in tensors.items()}
-    expected = choose((exact, settings), 'eager', **choice)
+    expected = choose((exact, settings), 'eager', **selection)
     assert result.dtype == torch.int32
     assert result.shape == expected.shape
     if torch.equal(result, expected):
@@ -69,8 +69,9 @@ def assert_as_good_as_eager(problem: Problem, tolerance: float = 1e-5, **choice:
     assert torch.equal(result, torch.where(row < num_blocks, row, -1).int())
     assert torch.equal(member.sum(-1), expected_member.sum(-1))
     missed, taken = expected_member & ~member, member & ~expected_member
-    own_block = (positions(problem)[..., None, None] - choice.get('num_recent', 0)) // settings['selection_block_size']
-    forced = [choice.get('num_init', 1), choice.get('num_local', 2), settings.get('causal', True)]
+    position = positions(problem)[..., None, None] - selection.get('num_recent', 0)
+    own_block = position // settings['selection_block_size']
+    forced = [selection.get('num_init', 1), selection.get('num_local', 2), settings.get('causal', True)]
     assert not ((missed | taken) & (forced_priority(blocks, own_block, *forced) > 0)).any()
     indices = blocks.int().expand(*result.shape[:3], num_blocks).contiguous()
     scores = chosen_scores(**exact, block_indices=indices, **settings, backend='eager')
@@ -154,8 +155,8 @@ def test_selection_before_a_window(heads: Heads, num_selected: int, num_recent: 
     for extents in (whole(52), packed([5, 0, 47])):
         problem = make_counts(extents, heads, SIZES, device)
         for num_init, num_local in ((1, 2), (0, 0)):
-            choice = {'num_selected': num_selected, 'num_init': num_init, 'num_local': num_local}
-            blocks = assert_equals_eager(problem, num_recent=num_recent, **choice)
+            selection = {'num_selected': num_selected, 'num_init': num_init, 'num_local': num_local}
+            blocks = assert_equals_eager(problem, num_recent=num_recent, **selection)
             newest = (positions(problem) - num_recent) // SIZES[2]
             assert (blocks.amax((2, 3)) <= newest.clamp(min=-1)).all()
 
@@ -221,8 +222,8 @@ def test_equal_scores_go_to_the_lower_block(share_group: bool, device: torch.dev
     tensors, settings = make_problem(extents, Heads(3, 1, 16, 16), SIZES, device)
     tensors['k_cmp'] = tensors['k_cmp'][:, :1].expand_as(tensors['k_cmp'])
     for num_selected, num_local in ((1, 0), (TILE + 2, 0), (3, 1)):
-        choice: dict[str, Any] = {'num_init': 0, 'num_local': num_local, 'share_group': share_group}
-        blocks = choose((tensors, settings), num_selected=num_selected, **choice)
+        selection: dict[str, Any] = {'num_init': 0, 'num_local': num_local, 'share_group': share_group}
+        blocks = choose((tensors, settings), num_selected=num_selected, **selection)
         expected = list(range(1, num_selected + 1))
         if num_local:
             expected[-1] = num_blocks - 1
@@ -300,12 +301,12 @@ def test_drawn_problems(
     layout: str,
     causal: bool,
     scale: float | None,
-    **choice: Any,
+    **selection: Any,
 ) -> None:
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     where: dict[str, Any] = {'causal': causal, 'scale': scale, 'pairs': pairs, 'layout': layout}
-    choice['num_recent'] *= causal
-    assert_as_good_as_eager(make_problem(extents, heads, sizes, device, **where), **choice)
+    selection['num_recent'] *= causal
+    assert_as_good_as_eager(make_problem(extents, heads, sizes, device, **where), **selection)
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)
@@ -334,7 +335,7 @@ def test_scores_of_infinite_logits(device: torch.device) -> None:
 
 
 def test_compressed_blocks_that_end_later(device: torch.device) -> None:
-    """They count for nothing, also at the end of a block tile whose other blocks are visible."""
+    """Later compressed blocks count for nothing, also at the end of a block tile whose other blocks are visible."""
     q = torch.ones(1, 1, 1, 16, device=device)
     settings: dict[str, Any] = {'compress_block_size': 8, 'compress_stride': 4, 'selection_block_size': 8}
     settings |= {'num_selected': 1, 'num_init': 0, 'num_local': 0, 'backend': 'triton'}
@@ -350,7 +351,7 @@ def test_compressed_blocks_that_end_later(device: torch.device) -> None:
 
 @pytest.mark.parametrize('group', [3, 4])
 def test_scores_of_keys_that_are_infinite(group: int, device: torch.device) -> None:
-    """Their weights are 0, also for the padding of a group."""
+    """Weights of infinite keys are 0, also for the padding of a group."""
     tensors, settings = make_problem(whole(64), Heads(group, 1, 16, 16), (4, 4, 4), device)
     tensors['q'] = tensors['q'].abs()
     tensors['k_cmp'][:, 4, 0, 3] = -torch.inf

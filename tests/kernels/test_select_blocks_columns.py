@@ -22,7 +22,7 @@ from tests.support.problems import Extents, Heads, packed, row_integers, whole
 from tests.support.select_blocks_problems import Problem, choose, make_counts, settings_of
 
 GROUP = 8
-# Selection blocks of a tile of float32 inputs with small heads; the first one of a tile hands on, and is not chosen.
+# Selection blocks of a tile of float32 inputs with small heads; a tile does not select its first one.
 COLUMNS = 31
 SIZES = (2, 1, 2)
 
@@ -69,8 +69,8 @@ def test_equal_blocks_of_one_column_and_of_others(device: torch.device) -> None:
         others = torch.rand(num_blocks, generator=generator) < share
         levels = torch.where(one_column(num_blocks, 5) | others, 4, 0)
         problem = make_scores(levels, device)
-        for choice in ({'num_init': 0, 'num_local': 0}, {'num_init': 2, 'num_local': 3}):
-            result, expected = (choose(problem, backend, num_selected=12, **choice) for backend in ('triton', 'eager'))
+        for forced in ({'num_init': 0, 'num_local': 0}, {'num_init': 2, 'num_local': 3}):
+            result, expected = (choose(problem, backend, num_selected=12, **forced) for backend in ('triton', 'eager'))
             assert torch.equal(result, expected)
 
 

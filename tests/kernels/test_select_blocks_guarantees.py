@@ -67,15 +67,15 @@ def test_a_query_that_is_not_finite_changes_no_other(junk: float, name: str, dev
 @pytest.mark.parametrize('share_group', [True, False])
 def test_rows_do_not_depend_on_their_neighbours(share_group: bool, device: torch.device) -> None:
     tensors, settings = make_problem(whole(37, batch=3), Heads(2, 1, 16, 16), SIZES, device)
-    choice: dict[str, Any] = {'num_selected': 5, 'share_group': share_group}
-    together = choose((tensors, settings), **choice)
-    assert torch.equal(choose((tensors, settings), **choice), together)
+    selection: dict[str, Any] = {'num_selected': 5, 'share_group': share_group}
+    together = choose((tensors, settings), **selection)
+    assert torch.equal(choose((tensors, settings), **selection), together)
     for row in range(3):
-        alone = choose(({name: t[row : row + 1] for name, t in tensors.items()}, settings), **choice)
+        alone = choose(({name: t[row : row + 1] for name, t in tensors.items()}, settings), **selection)
         assert torch.equal(alone, together[row : row + 1])
 
 
-def test_chunks_are_the_whole(device: torch.device) -> None:
+def test_chunks_equal_the_full_forward(device: torch.device) -> None:
     tensors, settings = make_problem(whole(40), HEADS, SIZES, device)
     expected = choose((tensors, settings), num_selected=5)
     for start, stop in itertools.pairwise((0, 1, 2, 17, 40)):
@@ -148,15 +148,15 @@ def test_it_passes_opcheck(device: torch.device) -> None:
     op = torch.ops.native_sparse_attention.select_blocks.default
     tensors, _ = make_problem(packed([3, 5]), HEADS, SIZES, device)
     cu_seqlens = cumulative([3, 5]).to(device)
-    choice = (*SIZES, 3, 1, 2, 0)
+    selection = (*SIZES, 3, 1, 2, 0)
     borders = (8, None, None, None, cu_seqlens, cu_seqlens)
-    torch.library.opcheck(op, (*tensors.values(), *borders, *choice, False, True, 0.25, None, None))
+    torch.library.opcheck(op, (*tensors.values(), *borders, *selection, False, True, 0.25, None, None))
     tensors, _ = make_problem(whole(6, batch=2), Heads(2, 1, 16, 16), SIZES, device)
     tensors = {name: t.requires_grad_() for name, t in tensors.items()}
     lengths, offsets = row_integers([6, 3]).to(device), row_integers([2, 5]).to(device)
     borders = (6, None, offsets, lengths, None, None)
     counts = torch.arange(12, device=device).reshape(2, 6, 1) - 3
-    torch.library.opcheck(op, (*tensors.values(), *borders, *choice, True, False, 0.25, 2.0, counts))
+    torch.library.opcheck(op, (*tensors.values(), *borders, *selection, True, False, 0.25, 2.0, counts))
 
 
 @pytest.mark.plain_memory

@@ -91,7 +91,7 @@ def test_delta(has_dlse: bool, has_gate: bool, device: torch.device) -> None:
     expected = (exact.double() * dout.double()).sum(-1).transpose(1, 2)
     if has_dlse:
         expected -= torch.where(lse == -torch.inf, 0, dlse)
-    # Above 0, 0, and below.
+    # Above 0, 0, and below 0.
     gate = torch.randn(2, 3, 37, device=device).transpose(1, 2).round(decimals=1)
     gate[:, 5, 1], gate[:, ::6] = 0.5, 0
     found, delta = find_delta(out, low, dout, lse, dlse if has_dlse else None, gate if has_gate else None)

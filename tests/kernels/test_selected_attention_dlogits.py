@@ -157,8 +157,8 @@ def test_the_future_changes_nothing(device: torch.device) -> None:
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_non_finite_keys_reach_their_readers_only(junk: float, device: torch.device) -> None:
-    """Of a tile's queries every other one reads a block that holds what is no number; all read the last block, of which
-    a key beyond them is none.
+    """Every other query of a tile reads a block with non-finite keys; all read the last block, which has a non-finite
+    key behind them.
     """
     extents = Extents(1, 14, 48, {'q_offset': 33}, [48])
     indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).repeat(7, 1).view(1, 14, 1, 2)

@@ -73,7 +73,7 @@ def assert_exact(tensors: dict[str, Tensor], extents: Extents, design: str, **se
     gold = run_eager(selected_attention, wide, block_size=BLOCK_SIZE, **where, **settings)
     torch.testing.assert_close(out.float(), exact, rtol=torch.finfo(out.dtype).eps, atol=1e-7)
     torch.testing.assert_close(lse.double(), gold['out1'], rtol=2e-6, atol=2e-6)
-    # Eleven bits of a weight: it is off by 2 ** -11 of itself at most, and moves the output from its value by that.
+    # A weight with eleven bits has a relative error of at most 2 ** -11, and the output moves by as much.
     sizes = run_eager(selected_attention, wide | {'v': wide['v'].abs()}, block_size=BLOCK_SIZE, **where, **settings)
     assert ((exact - gold['out0']).abs() <= 2**-11 * (sizes['out0'] + gold['out0'].abs()) + 1e-6).all()
 

@@ -33,7 +33,7 @@ GROUPS = [Heads(2, 2, 16, 16), Heads(4, 1, 16, 24), Heads(16, 1, 16, 16)]
 def make_problem(
     extents: Extents, heads: Heads, device: torch.device, kind: str = 'any', dtype: torch.dtype = torch.float32
 ) -> Tensors:
-    """Blocks of every kind, junk among them."""
+    """Return blocks of every kind, with invalid indices among them."""
     tensors = make_inputs(extents, heads, device, make_indices(extents, heads.kv_heads, 3, BLOCK_SIZE), dtype=dtype)
     return tensors | {'gate': make_gate(tensors['q'], kind)}
 
@@ -149,7 +149,7 @@ def test_the_forward_has_the_same_bits(dtype: torch.dtype, device: torch.device)
 @every_dtype
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torch.device) -> None:
-    """It reaches its own query and the keys that this query reads, nothing else."""
+    """A non-finite gate affects its own query and the keys that this query reads, nothing else."""
     indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).repeat(6, 1).view(1, 12, 1, 2)
     tensors = make_inputs(whole(12), HEADS, device, indices, dtype=dtype)
     tensors['gate'] = make_gate(tensors['q'])
@@ -164,7 +164,7 @@ def test_a_gate_that_is_not_finite(junk: float, dtype: torch.dtype, device: torc
 
 @every_dtype
 def test_gates_of_queries_that_read_nothing(dtype: torch.dtype, device: torch.device) -> None:
-    """Their gates may be anything."""
+    """Gates of queries without keys may have any value."""
     tensors = make_problem(whole(12), HEADS, device, dtype=dtype)
     tensors['block_indices'][:, [2, 9]] = -1
     tensors['gate'][:, [2, 9]] = torch.nan

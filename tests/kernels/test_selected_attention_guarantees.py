@@ -47,7 +47,7 @@ def test_double_backward_is_refused(device: torch.device) -> None:
 
 
 def test_unread_keys_change_nothing(device: torch.device) -> None:
-    """Blocks that nobody chose, the future inside the own block, and factors of what is not read."""
+    """Unread are blocks that no query selected, later keys inside the own block, and factors of unread blocks."""
     extents = Extents(1, 3, 40, {'q_offset': 16}, [40])
     settings: dict[str, Any] = {'block_size': 8, 'q_offset': 16}
     indices = torch.tensor([2, 0, 2, 4, -1, INT32.min, INT32.max, 0], dtype=torch.int32).expand(1, 3, 1, 8)
@@ -69,7 +69,7 @@ def test_unread_keys_change_nothing(device: torch.device) -> None:
 
 
 def test_the_gradient_of_a_log_sum_exp_of_nothing(device: torch.device) -> None:
-    """NaN, as logaddexp of two such gives it, beside queries of the same tile that read something."""
+    """The gradient is NaN, as from logaddexp of two such rows, beside queries of the same tile that read keys."""
     indices = torch.tensor([[0], [-1]], dtype=torch.int32).repeat(4, 1).view(1, 8, 1, 1)
     tensors, grads = make_inputs(whole(8), HEADS, device, indices, scaled=True), make_grads(whole(8), HEADS, device)
     grads[1][:, :, 1::2] = torch.nan
@@ -80,7 +80,7 @@ def test_the_gradient_of_a_log_sum_exp_of_nothing(device: torch.device) -> None:
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_factors_of_the_future_change_nothing(junk: float, device: torch.device) -> None:
-    """Of a block that a later query of the same tile reads."""
+    """The factors are those of a block that a later query of the same tile reads."""
     indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 8, 1, 2)
     tensors, grads = make_inputs(whole(8), HEADS, device, indices, scaled=True), make_grads(whole(8), HEADS, device)
     expected = run_triton(selected_attention, tensors, grads, block_size=4)
@@ -92,7 +92,7 @@ def test_factors_of_the_future_change_nothing(junk: float, device: torch.device)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_full_blocks_of_other_queries_change_nothing(junk: float, dtype: torch.dtype, device: torch.device) -> None:
-    """Of a tile's queries every other one reads a block that holds what is not finite."""
+    """Every other query of a tile reads a block with non-finite values."""
     extents, sequences = Extents(1, 14, 48, {'q_offset': 33}, [48]), {'block_size': 16, 'q_offset': 33}
     indices = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).repeat(7, 1).view(1, 14, 1, 2)
     tensors, grads = make_inputs(extents, HEADS, device, indices, dtype=dtype), make_grads(extents, HEADS, device)
@@ -328,7 +328,7 @@ def test_the_backward_reuses_the_index_of_the_forward(device: torch.device, monk
 
 @pytest.mark.parametrize('softcap', [None, 2.0])
 def test_factors_known_to_be_1(softcap: float | None, device: torch.device) -> None:
-    """They have the gradient of factors that are loaded, and the results the same bits."""
+    """Factors of 1 that are not loaded have the gradient of loaded factors, and results have the same bits."""
     tensors = make_inputs(whole(12), TWO_GROUPS, device, make_indices(whole(12), 2, 3, 4))
     tensors['block_scale'] = torch.ones(tensors['block_indices'].shape, device=device)
     grads = make_grads(whole(12), TWO_GROUPS, device)

@@ -59,7 +59,7 @@ def assert_right(tensors: dict[str, Tensor], low_bits: bool, size: float = 0.0) 
     wide: dict[str, Any] = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     exact, exact_lse = selected_attention(**wide, block_size=BLOCK_SIZE, backend='eager')
     out, lse = run(tensors, low_bits)
-    # Of logits the last digits are lost, and of what is made of them.
+    # Large logits lose their last digits, and so do results.
     tolerance = (2**-10 if low_bits else 2**-6) + size * 2**-21
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
@@ -82,8 +82,9 @@ def test_without_the_first_block(far: float, chosen: tuple[int, ...], low_bits: 
 @pytest.mark.parametrize('low_bits', [False, True])
 @pytest.mark.parametrize('logit', [-11, -30, -200])
 def test_precision_of_rows_without_a_reference(logit: float, low_bits: bool, device: torch.device) -> None:
-    """They read neither the first block nor their own, and all of their logits are far below 0. Errors are held to
-    those of eager in the same dtype, or with what rounding leaves out of the output, to next to nothing.
+    """Rows that read neither the first block nor their own have logits far below 0.
+
+    Errors are at most those of eager in the same dtype, and near 0 for the output before rounding.
     """
     chosen = tuple(range(1, 8))
     tensors = make_tensors(0, device, chosen=chosen)
@@ -111,7 +112,7 @@ def test_precision_of_rows_without_a_reference(logit: float, low_bits: bool, dev
 
 @pytest.mark.parametrize('low_bits', [False, True])
 def test_the_first_keys_are_far_above_the_others(low_bits: bool, device: torch.device) -> None:
-    """As with an attention sink; also for queries that do not read the first keys."""
+    """The first keys have large logits, like an attention sink; some queries do not read them."""
     tensors = make_tensors(0, device)
     tensors['k'][:, 0, :, 0] = 240
     assert_right(tensors, low_bits, 60)

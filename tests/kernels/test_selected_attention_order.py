@@ -29,15 +29,15 @@ attend = with_design('query')
 @triton.jit
 def slots_kernel(choice_ptr, found_ptr, readable, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
     slots = tl.arange(0, BLOCK_S)
-    choice = tl.load(choice_ptr + slots, mask=slots < SIZE, other=-1)
-    found = find_full_blocks(choice, readable, SIZE, BLOCK_SIZE, BLOCK_S)
+    selection = tl.load(choice_ptr + slots, mask=slots < SIZE, other=-1)
+    found = find_full_blocks(selection, readable, SIZE, BLOCK_SIZE, BLOCK_S)
     for i in tl.static_range(4):
         tl.store(found_ptr + i, found[i])
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ('choice', 'readable', 'expected'),
+    ('row', 'readable', 'expected'),
     [
         # Blocks 0 to 9 and the first 8 keys of block 10, from block 2 on.
         ([0, 3, 5, 9, 10, -1], 168, (4, 1, 4, 8)),
@@ -53,10 +53,10 @@ def slots_kernel(choice_ptr, found_ptr, readable, SIZE: tl.constexpr, BLOCK_SIZE
         ([-1, -1], 2 * TOGETHER - 16, (0, 0, 2, 0)),
     ],
 )
-def test_plan_of_the_loops(choice: list[int], readable: int, expected: tuple[int, ...], device: torch.device) -> None:
+def test_plan_of_the_loops(row: list[int], readable: int, expected: tuple[int, ...], device: torch.device) -> None:
     found = torch.full((4,), -1, dtype=torch.int32, device=device)
-    choices = torch.tensor(choice, dtype=torch.int32, device=device)
-    slots_kernel[(1,)](choices, found, readable, SIZE=len(choice), BLOCK_SIZE=BLOCK, BLOCK_S=8)  # pyright: ignore[reportArgumentType]
+    indices = torch.tensor(row, dtype=torch.int32, device=device)
+    slots_kernel[(1,)](indices, found, readable, SIZE=len(row), BLOCK_SIZE=BLOCK, BLOCK_S=8)  # pyright: ignore[reportArgumentType]
     assert tuple(found.tolist()) == expected
 
 

@@ -59,7 +59,7 @@ def test_the_same_bits(
 @with_tiles
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_the_future_changes_nothing(junk: float, described: list[Tensor], device: torch.device) -> None:
-    """Nor do blocks that are not chosen."""
+    """Later keys and blocks that are not selected change nothing."""
     extents = whole(40)
     indices = torch.tensor([0, 2], dtype=torch.int32).expand(1, 40, 1, 2)
     tensors = make_inputs(extents, HEADS, device, indices, dtype=torch.float16)
@@ -76,7 +76,7 @@ def test_the_future_changes_nothing(junk: float, described: list[Tensor], device
 
 @per_query
 @pytest.mark.parametrize('case', ['rows of 24 bytes', 'not aligned', 'expanded', 'empty', 'float32'])
-def test_what_the_accelerator_cannot_reach(case: str, described: list[Tensor], device: torch.device) -> None:
+def test_tensors_without_descriptors(case: str, described: list[Tensor], device: torch.device) -> None:
     k = torch.randn(2, 32, 1, 16, dtype=torch.float16, device=device)
     cases = {
         'rows of 24 bytes': torch.zeros(1, 32, 1, 12, dtype=torch.float16, device=device),

@@ -207,7 +207,7 @@ def test_random_flags(
 def test_indices_far_apart() -> None:
     """The indices of one tile's queries are 2 ** 31 elements apart."""
     extents, stride = Extents(1, 5, 60, {'q_offset': 55}, [60]), 2**31 // 3 + 16
-    indices = make_shared_choice(extents)
+    indices = make_shared_selection(extents)
     memory = torch.empty(5 * stride, dtype=torch.int32)
     rows = memory.as_strided(indices.shape, (0, stride, 4, 1)).copy_(indices)
     place_of = make_layout(make_sequences(extents, torch.device('cpu')))
@@ -242,8 +242,8 @@ def test_long_rows_and_tall_tiles(num_selected: int, device: torch.device) -> No
         assert assert_flags(extents, device, indices=indices, **sizes) == {0, 1}
 
 
-def make_shared_choice(extents: Extents, index_heads: int = 1, num_selected: int = 4) -> Tensor:
-    """Of 12 blocks the first 2 of every 4 queries select the same, the others any."""
+def make_shared_selection(extents: Extents, index_heads: int = 1, num_selected: int = 4) -> Tensor:
+    """Return indices of 12 blocks: the first 2 of every 4 queries select the same ones, the others any."""
     indices = torch.rand(extents.batch, extents.seqlen_q, index_heads, 12).argsort(-1)[..., :num_selected].int()
     same = torch.arange(extents.seqlen_q) % 4 < 2
     indices[:, same] = indices[:, :1].clone()
@@ -258,7 +258,7 @@ def test_no_some_and_all_tiles_take_the_union(
 ) -> None:
     monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', {'forward': percent, 'backward': percent})
     extents, heads = Extents(1, 9, 30, {'q_offset': 21}, [30]), Heads(2 * group, 2, 16, 24)
-    indices = make_shared_choice(extents, 2)
+    indices = make_shared_selection(extents, 2)
     flags = assert_flags(extents, device, indices=indices, block_size=2, block_t=2, percent=percent)
     assert flags == ({0} if percent == -1 else {0, 1})  # the first tile of a sequence is 0
     tensors, grads = make_inputs(extents, heads, device, indices, scaled=True), make_grads(extents, heads, device)
@@ -276,7 +276,7 @@ def test_a_group_of_several_tiles_per_query(
     for name, block_m in (('DQ', rows_of_others), ('DQ_32', rows), ('UNION_DQ', 64)):
         monkeypatch.setattr(plan.settings, name, {key: row._replace(block_m=block_m) for key, row in table.items()})
     extents, heads = Extents(1, 5, 26, {'q_offset': 21}, [26]), Heads(20, 1, 16, 16)
-    indices = make_shared_choice(extents)
+    indices = make_shared_selection(extents)
     assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, index_heads=1) == {0, 1}
     tensors, grads = make_inputs(extents, heads, device, indices, scaled=True), make_grads(extents, heads, device)
     assert_close_to_eager(selected_attention, tensors, grads, block_size=2, q_offset=21)
@@ -285,7 +285,7 @@ def test_a_group_of_several_tiles_per_query(
 def test_other_rows_and_later_queries_change_nothing(device: torch.device) -> None:
     """The selections of later queries change no bit, even within the tile."""
     extents = Extents(2, 8, 29, {'q_offset': 21}, [29, 29])
-    indices = make_shared_choice(extents, num_selected=3)
+    indices = make_shared_selection(extents, num_selected=3)
     sizes: dict[str, Any] = {
         'block_size': 2,
         'block_t': 2,
@@ -317,7 +317,7 @@ def test_both_designs_agree_where_a_tile_may_take_either(device: torch.device, m
     """A tile has the bits of a call in which all tiles take the union, or none does, as its flag says."""
     borders = {'cu_seqlens': cumulative([6, 0, 5]), 'cu_seqlens_k': cumulative([26, 5, 25])}
     extents = Extents(1, 13, 60, borders, [26, 5, 25])
-    indices = make_shared_choice(extents, num_selected=3)
+    indices = make_shared_selection(extents, num_selected=3)
     assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2, index_heads=1) == {0, 1}
     tensors, grads = make_inputs(extents, HEADS, device, indices), make_grads(extents, HEADS, device)
     settings: dict[str, Any] = {'block_size': 2, **place(extents.where, device)}
@@ -344,7 +344,7 @@ def test_unions_in_ranges_of_tiles(extents: Extents, device: torch.device, monke
     """Unions that are built in ranges of tiles give the same bits. The flag of a range's first tile comes from the
     range before.
     """
-    indices = make_shared_choice(extents, 2)
+    indices = make_shared_selection(extents, 2)
     assert assert_flags(extents, device, indices=indices, block_size=2, block_t=2) == {0, 1}
     heads = Heads(24, 2, 16, 16)
     tensors, grads = make_inputs(extents, heads, device, indices), make_grads(extents, heads, device)
@@ -375,7 +375,7 @@ def test_flags_of_each_kernel(device: torch.device, monkeypatch: pytest.MonkeyPa
     table = {key: row._replace(block_m=64) for key, row in plan.settings.UNION_FORWARD.items()}
     monkeypatch.setattr(plan.settings, 'UNION_FORWARD', table)
     extents = Extents(1, 5, 26, {'q_offset': 21}, [26])
-    tensors = make_inputs(extents, HEADS, device, make_shared_choice(extents))
+    tensors = make_inputs(extents, HEADS, device, make_shared_selection(extents))
     settings: dict[str, Any] = {'block_size': 2, 'q_offset': 21}
     assert_close_to_eager(selected_attention, tensors, make_grads(extents, HEADS, device), **settings)
     assert heights == [4, 2]

@@ -121,7 +121,9 @@ def test_logits_at_the_cap(scaled: bool, device: torch.device) -> None:
 
 @pytest.mark.parametrize('junk', [torch.nan, torch.inf])
 def test_unread_keys_change_nothing(junk: float, device: torch.device) -> None:
-    """Blocks that nobody chose or that come after the count, the future in the own block, and their factors."""
+    """Unread are blocks that no query selected or that follow the count, later keys in the own block, and factors of
+    both.
+    """
     extents = Extents(1, 4, 40, {'q_offset': 16}, [40])
     settings: dict[str, Any] = {'block_size': 8, 'q_offset': 16, 'softcap': 2.0, 'block_counts': 3}
     indices = torch.tensor([2, 0, 2, 1, -1], dtype=torch.int32).expand(1, 4, 1, 5)

@@ -114,7 +114,7 @@ def test_borders_of_any_content_stay_inside(borders: list[int], device: torch.de
 
 @pytest.mark.parametrize('offset', [2**40, -(2**40), 2**31 - 1])
 @pytest.mark.parametrize('per_row', [True, False])
-def test_offsets_are_held_to_what_int32_counts(per_row: bool, offset: int, device: torch.device) -> None:
+def test_offsets_fit_int32(per_row: bool, offset: int, device: torch.device) -> None:
     where = {'q_offset': torch.tensor([offset]) if per_row else offset}
     ((*_, position),) = visited_tiles(sequences_of(Extents(1, 3, 3, where, [3]), device))
     assert position == (2**30 if offset > 0 else -(2**30))

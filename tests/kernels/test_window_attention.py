@@ -186,7 +186,7 @@ every_extent = pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 
 @pytest.mark.parametrize('name', ['row offsets', 'lengths', 'packed, offsets'])
 def test_strides_of_lengths_and_offsets(name: str, device: torch.device) -> None:
-    """Columns of a table, and one number for all rows."""
+    """Lengths and offsets are columns of a table, or one number for all rows."""
     extents = EXTENTS[name]
     columns = {key: torch.stack((t, t), 1)[:, 0] for key, t in extents.where.items()}
     assert_close(replace(extents, where=columns), HEADS, device, (12, 0))
@@ -294,7 +294,7 @@ def test_large_logits(logit: float, dtype: torch.dtype, device: torch.device) ->
     tensors = make_inputs(whole(70), HEADS, device, torch.float32)
     for name in 'qk':
         tensors[name] = tensors[name] / tensors[name].norm(dim=-1, keepdim=True) * 6e4**0.5
-    # One key that every query agrees with, or is opposed to.
+    # One key that is parallel or opposite to every query.
     tensors['q'] = tensors['q'].abs() * (1 if logit > 0 else -1)
     tensors['k'][:, 0] = tensors['k'][:, 0].abs()
     tensors = {name: t.to(dtype) for name, t in tensors.items()}

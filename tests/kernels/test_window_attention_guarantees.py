@@ -148,7 +148,7 @@ def test_packed_is_alone(lengths: list[int], window: tuple[int, int], device: to
 
 
 @pytest.mark.parametrize('window', [(12, 0), (-1, 0), (9, 6)])
-def test_chunks_of_queries_are_the_whole(window: tuple[int, int], device: torch.device) -> None:
+def test_chunks_of_queries_equal_one_call(window: tuple[int, int], device: torch.device) -> None:
     settings: dict[str, Any] = {'window_size': window, 'causal': window[1] == 0}
     tensors = make_inputs(whole(45), HEADS, device)
     out, lse = window_attention(**tensors, **settings, backend='triton')
@@ -173,7 +173,7 @@ def test_one_token_at_a_time_with_a_cache_that_is_not_yet_filled(device: torch.d
 
 
 def test_the_gradient_of_a_log_sum_exp_of_nothing(device: torch.device) -> None:
-    """NaN, as logaddexp of two such rows sends it, beside queries of the same tile that read keys."""
+    """The gradient is NaN, as from logaddexp of two such rows, beside queries of the same tile that read keys."""
     tensors = {name: t.requires_grad_() for name, t in make_inputs(whole(12), HEADS, device).items()}
     out, lse = window_attention(**tensors, window_size=(4, 0), q_offset=-5, backend='triton')
     dlse = torch.where(lse == -torch.inf, torch.nan, 0.5)

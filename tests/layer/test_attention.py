@@ -1,4 +1,4 @@
-"""The layer: every setting, step by step, in chunks, packed, padded and ragged, gives what the whole sequence gives."""
+"""The layer: decoding steps, chunks, packed and padded rows equal the whole sequence, with every setting."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ SETTINGS = {
 
 
 def make_layer(**settings: object) -> SparseAttention:
-    """A causal layer in float64 whose every parameter is random, the learned positions and memory pairs too."""
+    """Return a causal layer in float64 with random parameters, learned positions and memory pairs included."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         layer = SparseAttention(**({**SIZES, 'causal': True} | settings)).double()  # type: ignore[arg-type]
     for parameter in layer.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.5)
-    return layer.eval()  # in which a cache is taken
+    return layer.eval()  # caches need evaluation mode
 
 
 def tokens(batch: int, seqlen: int) -> Tensor:
@@ -83,7 +83,7 @@ def layer(request: pytest.FixtureRequest) -> SparseAttention:
     return make_layer(**SETTINGS[request.param])
 
 
-def test_steps_are_chunks_are_the_whole(layer: SparseAttention) -> None:
+def test_steps_and_chunks_equal_the_full_forward(layer: SparseAttention) -> None:
     x = tokens(2, 29)
     whole = layer(x)
     for sizes in ([1] * 29, [7, 1, 1, 12, 8], [28, 1]):
@@ -314,7 +314,7 @@ def test_diff_topk_has_no_effect_forward_and_teaches_the_compressed_branch() -> 
     grads = {}
     outs = {}
     for layer.use_diff_topk in (False, True):
-        # A cotangent that only the selected branch sees: its gate alone is open.
+        # Only the selected branch receives the gradient: the other gates are closed.
         layer.to_strategy_combine.bias.data.copy_(torch.tensor([-40.0, 0.0, -40.0] * 6))  # type: ignore[union-attr]
         layer.to_strategy_combine.weight.data.zero_()  # type: ignore[union-attr]
         outs[layer.use_diff_topk] = layer(x)
@@ -449,7 +449,7 @@ def test_half_types_and_autocast(dtype: torch.dtype) -> None:
     assert out.dtype == cache.dtype == dtype
     half = layer.to(dtype)(x.to(dtype))
     for result in (out, steps, half):
-        # Single rows may choose another block where scores are close; on average rounding is all there is.
+        # Single rows may select another block where scores are close; on average only rounding remains.
         assert (result.float() - expected).abs().mean() < 0.05 * expected.abs().mean()
 
 

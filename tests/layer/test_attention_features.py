@@ -1,5 +1,5 @@
-"""Soft caps, sinks and dropout in the layer: step by step, padded, packed, recomputed, kept and copied. And dtypes of
-its input.
+"""Soft caps, sinks and dropout in the layer: step by step, padded, packed, recomputed, saved and copied; dtypes of
+inputs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_layer(dtype: torch.dtype = torch.float64, **settings: Any) -> SparseAtt
     layer = SparseAttention(**SIZES | settings)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
-    return layer.to(dtype).train('dropout' in settings)  # a cache is taken in evaluation mode
+    return layer.to(dtype).train('dropout' in settings)  # caches need evaluation mode
 
 
 def tokens(batch: int, seqlen: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -61,7 +61,7 @@ def input_of(kind: str) -> Tensor:
 
 
 def run(layer: SparseAttention, x: Tensor, call: Any = None, **inputs: Tensor) -> dict[str, Tensor]:
-    """The output of the layer, or of call in its place, and every gradient by name."""
+    """Return the output of the layer, or of `call` in its place, and every gradient by name."""
     layer.zero_grad()
     x = x.clone().requires_grad_()
     out = (layer if call is None else call)(x, **inputs)
@@ -74,7 +74,7 @@ def assert_same(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-9)
 
 
-# Every kind of inputs with both features, and the others with the kinds in turn.
+# Every kind of input with both features, and each other feature with one kind.
 DEFINED = [('both', kind, causal) for kind in INPUTS for causal in (True, False)]
 DEFINED += [
     (name, kind, causal)
@@ -102,7 +102,7 @@ def test_definition(features: str, kind: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
-def test_steps_are_chunks_are_the_whole(features: dict[str, Any]) -> None:
+def test_steps_and_chunks_equal_the_full_forward(features: dict[str, Any]) -> None:
     # In training mode: dropout is off with a cache.
     layer, x = make_layer(**features, dropout=0.5).train(), tokens(2, 41)
     whole = layer.eval()(x)
@@ -152,7 +152,7 @@ def test_decoding_falls_back_and_says_why(features: dict[str, Any], device: torc
 
 @pytest.mark.full
 def test_a_cache_serves_layers_with_and_without_features(device: torch.device) -> None:
-    """Launches that were prepared for one are not those of the other."""
+    """Launches recorded for one layer are not used for the other."""
     plain = make_layer(torch.float32, backend='triton').to(device)
     other = make_layer(torch.float32, softcap=0.7, num_sinks=1, backend='eager').to(device)
     other.load_state_dict(dict(plain.state_dict()), strict=False)  # without the record of settings, which differ
@@ -185,7 +185,7 @@ def test_dropout_with_recompute(features: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.full
 def test_the_kernels_drop_the_same_weights(device: torch.device) -> None:
-    """As eager does, and once more where they make it again."""
+    """The kernels drop the weights that eager drops, also when they are recomputed."""
     x, results = tokens(1, 17, torch.float32).to(device), []
     for backend, recompute in (('eager', False), ('triton', False), ('triton', True)):
         layer = make_layer(torch.float32, softcap=0.7, num_sinks=2, dropout=0.4, backend=backend, recompute=recompute)
@@ -260,7 +260,9 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize('kind', [SparseAttention, DenseAttention])
 def test_float32_norm_of_a_half_input(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in float32, where PyTorch has a fused kernel, and gives what a call gives, which a hook leaves it to."""
+    """The norm runs in float32, where PyTorch has a fused kernel, and equals a call of the module; with a hook it is
+    called.
+    """
     layer: Any = make_layer(torch.float32) if kind is SparseAttention else DenseAttention(DIM, 6, 4, 2)
     inputs: list[torch.dtype] = []
     rms_norm = F.rms_norm
@@ -338,7 +340,7 @@ def test_modules_that_cast_their_input_themselves() -> None:
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('keeps_weight', [False, True])
 def test_quantised_projections_decode(kind: type, dtype: torch.dtype, keeps_weight: bool) -> None:
-    """They equal plain projections with the same weights. The cache has the dtype of the other weights, which is not
+    """Quantised projections equal plain ones with the same weights. The cache has the dtype of the other weights, not
     that of the rotary frequencies.
     """
     plain = make_layer(dtype) if kind is SparseAttention else DenseAttention(DIM, 6, 4).to(dtype)
@@ -416,7 +418,7 @@ def test_wrong_flags_of_a_call(name: str) -> None:
         (torch.zeros(1, 9, DIM, dtype=torch.int64), 'x has dtype torch.int64, but must be a floating dtype'),
     ],
 )
-def test_no_backend_for_what_a_forward_refuses(x: Any, message: str) -> None:
+def test_no_backend_for_refused_inputs(x: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_layer().backend_for(x)
 
@@ -434,14 +436,14 @@ def test_the_backend_it_would_take(features: dict[str, Any], name: str) -> None:
     assert layer.backend_for(x).name == 'eager'
 
 
-def test_shows_what_is_on() -> None:
+def test_repr_shows_active_features() -> None:
     assert make_layer().extra_repr() == ''
     assert make_layer(softcap=5, num_sinks=2, dropout=0.1).extra_repr() == 'softcap=5.0, num_sinks=2, dropout=0.1'
 
 
 @pytest.mark.full
 def test_compiles() -> None:
-    """The same numbers in every pass, and other ones in every call."""
+    """Compiled dropout has the same numbers in each pass of a call, and other numbers in each call."""
     torch._dynamo.reset()
     layer, x = make_layer(softcap=0.7, num_sinks=2, dropout=0.4, recompute=True), tokens(1, 9)
     compiled: Any = torch.compile(layer, fullgraph=True, backend='aot_eager')
@@ -463,7 +465,7 @@ def test_compiles() -> None:
 
 
 class InFloat32(torch.nn.Linear):
-    """A layer that autocast does not reach."""
+    """A layer that autocast does not affect."""
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast('cpu', enabled=False):
@@ -472,7 +474,7 @@ class InFloat32(torch.nn.Linear):
 
 @pytest.mark.parametrize('name', ['to_qkv', 'to_strategy_combine'])
 def test_a_linear_layer_of_another_kind_reads_its_input_as_it_is(name: str) -> None:
-    """Only what autocast would cast itself may be cast before."""
+    """Only inputs that autocast itself would cast may be cast beforehand."""
     layer = make_layer(torch.float32)
     plain = getattr(layer, name)
     other = InFloat32(plain.in_features, plain.out_features, bias=plain.bias is not None)

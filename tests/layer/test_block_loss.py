@@ -92,7 +92,9 @@ def test_gradients_reach_scores_alone() -> None:
 @pytest.mark.parametrize('seqlen', [0, 1, 3, 40])
 @pytest.mark.parametrize('form', FORMS)
 def test_every_parameter_has_a_gradient(form: str, seqlen: int) -> None:
-    """Distributed training waits for it, also of memory that the loss does not read, and without blocks."""
+    """Distributed training waits for a gradient of every parameter, also of memory that the loss does not read and
+    without blocks.
+    """
     layer = make_layer(form)
     out, loss = run(layer, torch.randn(1, seqlen, 16, dtype=torch.float64))
     (out.sum() + loss).backward()

@@ -1,4 +1,4 @@
-"""The cache, by itself and under the layer: what it refuses, what it keeps, and that it never moves."""
+"""The cache, alone and in the layer: refusals, content, and fixed memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_capacity() -> None:
 
 
 def test_the_host_advances_by_itself() -> None:
-    """A replayed graph moves the lengths; the host follows, and refuses as if it had appended."""
+    """A replayed graph advances the lengths; the host follows, and refuses as if it had appended."""
     cache, appended = make(max_seq_len=8, max_rollback=2), make(max_seq_len=8, max_rollback=2)
     append(appended, 6)
     model = ModelCache([cache, make(max_seq_len=8)])
@@ -138,8 +138,8 @@ def test_per_row_crop_bounds_the_host() -> None:
 
 
 @pytest.mark.parametrize('page_size', [None, 8])
-def test_crop_refuses_what_the_next_step_would(page_size: int | None) -> None:
-    """A bound that is no length, or that rows exceed; nothing is cropped then."""
+def test_crop_refuses_wrong_limits(page_size: int | None) -> None:
+    """A limit that is no length, or that rows exceed, is refused, and nothing is cropped."""
     sizes: dict[str, Any] = {'compress_block_size': 4, 'compress_block_sliding_stride': 2, 'selection_block_size': 4}
     layer = SparseAttention(8, 4, 2, 3, num_selected_blocks=4, causal=True, backend='eager', **sizes).eval()
     x = torch.randn(2, 11, 8)
@@ -169,7 +169,7 @@ def test_crop_refuses_other_tensors(length: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize('length', [2.5, True, '2'])
-def test_crop_refuses_what_is_no_integer(length: Any) -> None:
+def test_crop_refuses_non_integers(length: Any) -> None:
     cache = make()
     append(cache, 6)
     with pytest.raises(ValueError, match=f'length is {length!r}, but must be an integer of at least 0'):
@@ -264,7 +264,7 @@ def test_model_cache_moves_its_layers_together() -> None:
         ModelCache([])
 
 
-# Through the layer, whose blocks of 7 and strides of 3 meet no border of what it holds; pages of 12 tokens.
+# The layer has blocks of 7 and strides of 3, which match no border of the cache; pages have 12 tokens.
 KINDS = {'contiguous': None, 'paged': 12}
 SETTINGS = {
     'ring of keys': {},
@@ -291,7 +291,7 @@ def make_layer(setting: str) -> SparseAttention:
     layer = SparseAttention(**LAYER | SETTINGS[setting])  # type: ignore[arg-type]
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    return layer.eval()  # in which a cache is taken
+    return layer.eval()  # caches need evaluation mode
 
 
 @pytest.fixture(params=SETTINGS)
@@ -305,7 +305,7 @@ def page_size(request: pytest.FixtureRequest) -> int | None:
 
 
 def state(cache: LayerCache) -> list[list[torch.Tensor]]:
-    """Of every row what may still be read: its tokens, its complete blocks, and what the ring holds of it."""
+    """Return the readable content of every row: its tokens, its complete blocks, and its part of the ring."""
     assert cache.compress is not None
     block_size, stride = cache.compress
     rows = []
@@ -330,7 +330,7 @@ def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tens
 
 
 def test_a_crop_leaves_no_trace(layer: SparseAttention, page_size: int | None) -> None:
-    """Going further by up to max_rollback tokens and back: the same bits as never having gone."""
+    """Appending and removing up to max_rollback tokens leaves the same bits as never appending them."""
     x, other = torch.randn(2, 40, DIM), torch.randn(2, MAX_ROLLBACK, DIM)
     for start, further in ((1, 9), (6, 1), (11, 4), (12, 9), (20, 8)):
         never, cropped = (layer.init_cache(2, 41, MAX_ROLLBACK, page_size=page_size) for _ in range(2))
@@ -341,7 +341,7 @@ def test_a_crop_leaves_no_trace(layer: SparseAttention, page_size: int | None) -
         for step in x[:, start:].split([3, *[1] * 10, 40 - start - 13], 1):
             assert layer(step, cache=cropped).equal(layer(step, cache=never)), (start, further)
         for row, expected in zip(state(cropped), state(never), strict=True):
-            # The rings of both end with the same tokens, and hold all that a crop may ask for.
+            # The rings of both end with the same tokens, and hold all that a crop may need.
             assert all(a.equal(b[-len(a) :]) for a, b in zip(row, expected, strict=True) if len(a))
 
 
@@ -369,7 +369,7 @@ def test_beams_right_after_a_crop(layer: SparseAttention, page_size: int | None)
     assert_equal(state(cache), [before[row] for row in index])
     with pytest.raises(ValueError, match='has held 18 tokens'):
         cache.crop(torch.tensor([8, 16, 12]))
-    # Two rows of one past go separate ways.
+    # Two rows with one past continue differently.
     more = torch.randn(3, 9, DIM)
     layer(more, cache=cache)
     after = state(cache)
@@ -381,7 +381,7 @@ def test_beams_right_after_a_crop(layer: SparseAttention, page_size: int | None)
 
 
 def test_unused_memory_is_not_read(layer: SparseAttention, page_size: int | None) -> None:
-    """NaN in it, behind short rows and in rings too."""
+    """NaN is in unused memory, behind short rows and in rings too."""
     x = torch.randn(3, 40, DIM)
     mask = torch.arange(20) < torch.tensor([20, 9, 0])[:, None]
     clean, poisoned = (layer.init_cache(3, 48, MAX_ROLLBACK, page_size=page_size) for _ in range(2))

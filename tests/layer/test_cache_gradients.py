@@ -1,4 +1,4 @@
-"""A call with a cache never drops gradients silently; masks of integers; logits that are not numbers."""
+"""A call with a cache never drops gradients silently; integer masks; non-finite logits."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_other_masks_are_refused(sparse: bool, mask: Tensor, message: str) -> No
 
 
 class Broken(nn.Module):
-    """A head whose logits of row 1 are of one value from some call on."""
+    """A head whose logits of row 1 have one value from some call on."""
 
     def __init__(self, head: nn.Module, value: float, whole: bool, after: int) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ layers = pytest.mark.parametrize('setting', [*SETTINGS, 'dense'])
 
 
 def fill(layer: SparseAttention | DenseAttention, cache: LayerCache, num_tokens: int = 20) -> None:
-    """Rows of lengths 20, 15, 10, from whose longest up to 4 tokens have been taken back."""
+    """Fill rows to lengths 20, 15 and 10; up to 4 tokens have been removed from the longest."""
     counts = torch.tensor([num_tokens, num_tokens - 5, num_tokens - 10])[: cache.batch_size]
     layer(
         torch.randn(cache.batch_size, num_tokens, DIM, dtype=cache.dtype),
@@ -52,7 +52,7 @@ def test_a_cache_of_other_rows(setting: str, name: str, page_size: int | None) -
     assert (chosen.batch_size, chosen.capacity, chosen.max_length) == (len(index), 48, cache.max_length)
     assert chosen.lengths.tolist() == [cache.lengths.tolist()[row] for row in index]
     assert chosen._peaks.tolist() == [cache._peaks.tolist()[row] for row in index]
-    # Rows go separate ways, and each as it would by itself.
+    # Rows continue differently, each as it would alone.
     x = torch.randn(len(index), 14, DIM).double()
     outs = [layer(part, cache=chosen) for part in x.split([1, 9, 1, 3], 1)]
     assert all(a.equal(b) for a, b in zip(before, (cache.lengths, cache._peaks, *cache._tensors()), strict=True))
@@ -124,7 +124,7 @@ def test_pages_of_the_caller_are_not_selected() -> None:
 
 @KINDS
 def test_beams_of_a_model(sparse: bool) -> None:
-    """A prompt is read once and continues in 4 beams, by a step of their own."""
+    """A prompt is read once and continues in 4 beams, by a `DecodeStep` of their own."""
     model, prompt, new = make_model(sparse, backend='eager'), make_ids(1, 15), make_ids(4, 6)
     cache = model.init_cache(1, 32)
     model.prefill(prompt, cache)
@@ -192,7 +192,7 @@ def test_raw_keys_of_the_kernels() -> None:
 
 @pytest.mark.parametrize('page_size', [None, 12])
 def test_a_crop_below_the_bound_of_the_host(page_size: int | None) -> None:
-    """A mask left all rows shorter than the tokens of the call, so the host knows a bound alone."""
+    """A mask left all rows shorter than the tokens of the call, so the host knows only a bound."""
     layer = make_any('ring of keys').double()
     cache, never = (layer.init_cache(2, 60, MAX_ROLLBACK, page_size=page_size) for _ in range(2))
     x, mask = torch.randn(2, 40, DIM).double(), torch.arange(40) < torch.tensor([15, 12])[:, None]
@@ -245,7 +245,7 @@ def test_texts_of_caches() -> None:
 
 
 def test_the_version() -> None:
-    """It stands in the package; the build reads it from there."""
+    """The package defines the version, and the build reads it from there."""
     found = native_sparse_attention.__version__
     assert re.fullmatch(r'\d+\.\d+\.\d+', found)
     root = Path(native_sparse_attention.__file__).parent

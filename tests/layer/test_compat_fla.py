@@ -1,4 +1,4 @@
-"""`parallel_nsa` of flash-linear-attention, by its definition."""
+"""`parallel_nsa` with the arguments of flash-linear-attention, against its definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GATES = ('g_cmp', 'g_slc', 'g_swa')
 
 
 class Sequence(NamedTuple):
-    """Where the queries and keys of a sequence lie; queries stand at the end of the keys."""
+    """Location of the queries and keys of a sequence; queries are at the end of the keys."""
 
     row: int
     first_query: int
@@ -42,7 +42,7 @@ def reference(
     scale: float | None = None,
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One query and head after the other, in float64; block_indices may be longer than block_counts."""
+    """Compute in float64, one query and head after the other; block_indices may be longer than block_counts."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     group_size = q.shape[2] // k.shape[2]
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
@@ -55,7 +55,7 @@ def reference(
             t, position = first_query + i, num_keys - num_queries + i
             for kv_head in range(k.shape[2]):
                 heads = range(kv_head * group_size, (kv_head + 1) * group_size)
-                # a block is seen when its last token is
+                # a block is visible when its last token is
                 seen = [c for c in range(complete) if (c + 1) * block_size - 1 <= position]
                 weights = {
                     head: softmax([factor * q[row, t, head].double() @ k_cmp[c][kv_head] for c in seen])
@@ -107,7 +107,7 @@ def softmax(logits: list[Tensor]) -> Tensor:
 
 
 def chosen(position: int, block_size: int, score: dict[int, float]) -> list[int]:
-    """Every block that has begun, the own one, the first and the one before the own ahead, then by score."""
+    """Return every block that has begun: the own, the first and the one before the own, then others by score."""
     own = position // block_size
     forced = [j for j in dict.fromkeys((own, 0, own - 1)) if 0 <= j <= own]
     others = [j for j in range(own + 1) if j not in forced]
@@ -170,7 +170,7 @@ def make_problem(
 
 
 def test_signature():
-    """Everything can be given by position, as there."""
+    """All arguments can be given by position, as in flash-linear-attention."""
     expected = 'q k v g_cmp g_slc g_swa block_indices block_counts block_size window_size scale cu_seqlens'
     parameters = inspect.signature(parallel_nsa).parameters.values()
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -250,7 +250,7 @@ def test_a_gate_of_a_window_that_is_left_out():
 
 
 def test_which_blocks_go_first():
-    """Of few blocks the own is read, then the first, then the one before."""
+    """With few blocks the own block is read, then the first, then the one before the own."""
     problem = make_problem([(12, 12)], gates=('g_cmp',), packed=False)
     position = torch.arange(12)[None, :, None, None].expand(1, 12, 2, 1)
     own = position // 3
@@ -264,7 +264,7 @@ def test_which_blocks_go_first():
 @pytest.mark.parametrize('width', [None, 3])
 @pytest.mark.parametrize('counts', [3, None])
 def test_cached_inference(counts: int | None, width: int | None):
-    """The last queries of every sequence give what all of them give, with their gradients."""
+    """The last queries of every sequence have the results of a call with all queries, gradients included."""
     problem = make_problem([(9, 9), (0, 0), (1, 1), (20, 20)], counts=counts, width=width)
     ends, last = [9, 9, 10, 30], [2, 0, 1, 5]
     tail = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, last, strict=True)])
@@ -285,7 +285,7 @@ def test_cached_inference(counts: int | None, width: int | None):
 
 
 def test_counts_of_more_than_there_are():
-    """The largest int32 is as good as the number of blocks, and takes no memory."""
+    """The largest int32 equals the number of blocks, and takes no memory."""
     problem = make_problem([(17, 17), (6, 6)])
     outs = []
     for count in (2**31 - 1, 23):
@@ -324,7 +324,7 @@ def test_half_types(dtype: torch.dtype):
 @pytest.mark.parametrize('counts', [2, None])
 @pytest.mark.parametrize(('group_size', 'gates'), [(1, GATES[:1]), (5, GATES)])
 def test_kernels(group_size: int, gates: tuple[str, ...], counts: int | None, device: torch.device):
-    """Any group is served by the kernels, chosen blocks and gradients included."""
+    """The kernels serve any group, with selected blocks and gradients."""
     problem = make_problem(
         [(40, 40), (0, 0), (9, 9)], kv_heads=1, group_size=group_size, gates=gates, counts=counts, block_size=16
     )
@@ -371,7 +371,7 @@ def ones(*shape: int, **settings: Any) -> Tensor:
         ({'backend': 'cuda'}, r"backend is 'cuda', but must be one of"),
     ],
 )
-def test_what_does_not_fit(arguments: dict[str, Any], message: str):
+def test_wrong_packing(arguments: dict[str, Any], message: str):
     problem = make_problem([(6, 6)], packed=False)
     with pytest.raises(ValueError, match=message) as error:
         parallel_nsa(**{**problem.inputs, **problem.settings, **arguments})

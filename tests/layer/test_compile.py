@@ -1,6 +1,6 @@
-"""torch.compile takes the layer as one graph, forward and backward, and one more for all lengths but very short ones.
+"""torch.compile makes one graph of the layer, forward and backward, and a second one for all but very short lengths.
 
-On CPUs the kernels run in Triton's interpreter and graphs are carried out op by op; on a GPU inductor compiles them.
+On CPUs the kernels run in Triton's interpreter and graphs are executed op by op; on a GPU inductor compiles them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.tools.test_import import run_python
 DIM = 8
 pytestmark = pytest.mark.full
 
-# The smallest layer in which every branch and the choice have work: a program of the interpreter takes long.
+# The smallest layer with work for every branch and block selection: programs of the interpreter are slow.
 SMALL: dict[str, Any] = {
     'dim': DIM,
     'dim_head': 4,
@@ -61,7 +61,7 @@ def make_layer(device: torch.device, **changes: Any) -> SparseAttention:
 
 
 def make_input(kind: str, seqlen: int, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens `[1, T, DIM]` and how they are padded or packed, with an empty sequence and tokens behind the last."""
+    """Return tokens `[1, T, DIM]`, padded or packed, with an empty sequence and tokens behind the last one."""
     x = torch.randn(1, seqlen, DIM).to(device)
     if kind == 'padded':
         return x, {'mask': torch.arange(seqlen, device=device)[None] >= seqlen // 3}
@@ -81,7 +81,7 @@ def output_and_gradients(layer: SparseAttention, module: Any, x: Tensor, **input
 def assert_compiles(
     layer: SparseAttention, kind: str, compiler: str, device: torch.device, lengths: tuple[int, ...]
 ) -> None:
-    """The first length takes a graph, the second one for every length, and further ones none."""
+    """Assert that the first length makes a graph, the second one a graph for every length, and further ones none."""
     compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     for index, seqlen in enumerate(lengths):
         x, inputs = make_input(kind, seqlen, device)
@@ -93,11 +93,11 @@ def assert_compiles(
 
 
 def compiler_of(device: torch.device, through_autograd: bool = False) -> str:
-    """Inductor on a GPU; on CPUs dynamo alone, and where asked for the joint graph of forward and backward."""
+    """Return inductor on a GPU; on CPUs dynamo alone, or on request the joint graph of forward and backward."""
     return 'inductor' if device.type == 'cuda' else 'aot_eager' if through_autograd else 'eager'
 
 
-# What is left out of a quick run is covered by what stays, but for the combination.
+# The quick run covers all settings, but not their combinations.
 SLOW_EAGER = [pytest.param('eager', marks=pytest.mark.slow), 'triton']
 SLOW_BUT_PACKED = [pytest.param(kind, marks=[] if kind == 'packed' else pytest.mark.slow) for kind in KINDS]
 
@@ -124,7 +124,7 @@ SHORT = {
 
 @pytest.mark.parametrize('backend', SLOW_EAGER)
 def test_graphs_of_short_sequences(backend: str, device: torch.device) -> None:
-    """PyTorch builds sizes of 0 and 1 into graphs: numbers of blocks, and of tokens."""
+    """PyTorch builds sizes of 0 and 1 into graphs: numbers of blocks and of tokens."""
     layer = make_layer(device, backend=backend, compress_block_size=4, use_diff_topk=False)
     compiled = torch.compile(layer, fullgraph=True, backend=compiler_of(device))
     for seqlen, num_graphs in SHORT[backend]:
@@ -166,7 +166,9 @@ def test_sizes_of_compression_are_simple(stride: int) -> None:
 
 @pytest.mark.skipif(shutil.which('g++') is None, reason='inductor needs a compiler')
 def test_gradients_of_gates_through_inductor(device: torch.device) -> None:
-    """It takes the memory of what the backward has read last, a sigmoid here, of which there must be no other views."""
+    """The gradient takes the memory that the backward pass reads last, a sigmoid here, so no other views of it may
+    exist.
+    """
 
     def add(logits: Tensor, *branches: Tensor) -> Tensor:
         return gated_sum(logits.sigmoid(), *(2 * branch for branch in branches), backend='eager')
@@ -202,7 +204,7 @@ def test_not_causal_heads_alone(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize('backend', SLOW_EAGER)
 def test_decoding(backend: str, device: torch.device) -> None:
-    """Steps through a cache: one graph for the first, and one for all that follow."""
+    """Steps through a cache: one graph for the first, and one for all others."""
     layer = make_layer(device, backend=backend, use_diff_topk=False)
     compiled = torch.compile(layer, fullgraph=True, backend=compiler_of(device))
     x = torch.randn(1, 8, DIM).to(device)
@@ -216,7 +218,7 @@ def test_decoding(backend: str, device: torch.device) -> None:
 
 
 def test_a_step_is_one_graph() -> None:
-    """`test_decoding` without code generation, so quick."""
+    """`test_decoding` without code generation, which is quicker."""
     layer, x = make_layer(torch.device('cpu'), backend='eager', use_diff_topk=False), torch.randn(1, 6, DIM)
     compiled = torch.compile(layer, fullgraph=True, backend='eager')
     with torch.no_grad():
@@ -254,7 +256,7 @@ def test_first_call_of_a_process(device: torch.device) -> None:
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize('causal', [True, False])
 def test_inductor_at_a_size_of_use(kind: str, dtype: torch.dtype, causal: bool, device: torch.device) -> None:
-    """auto takes the kernels and compiles; under autocast too."""
+    """'auto' takes the kernels and compiles; under autocast too."""
     sizes = {
         'dim': DIM,
         'dim_head': 64,
@@ -275,7 +277,7 @@ def test_inductor_at_a_size_of_use(kind: str, dtype: torch.dtype, causal: bool, 
             with torch.compiler.set_stance('default' if index < 2 else 'fail_on_recompile'):
                 found = output_and_gradients(layer, compiled, x, **inputs)
             expected = output_and_gradients(layer, layer, x, **inputs)
-        # Inductor rounds less often; where scores are close another block may be chosen, so the mean is compared.
+        # Inductor rounds less often; where scores are close another block may be selected, so the mean is compared.
         for a, b in zip(found, expected, strict=True):
             error = (a.float() - b.float()).abs().mean() / (b.float().abs().mean() + 1e-6)
             assert error < (0.1 if dtype == torch.bfloat16 else 1e-3), index

@@ -1,4 +1,4 @@
-"""The networks φ: shapes, values against loops over single blocks, gradients, and what the layer refuses."""
+"""The networks φ: shapes, values against loops over single blocks, gradients, and refusals."""
 
 import inspect
 import itertools
@@ -50,7 +50,7 @@ def seed():
 
 
 def randomize(network):
-    """Moves every parameter away from its start, so that no identity, zero or one hides a mistake."""
+    """Move every parameter away from its start, so that no identity, zero or one hides a mistake."""
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.5)
     return network
@@ -129,7 +129,7 @@ def test_equals_a_loop_over_blocks_and_heads(name, heads, dim, length):
 
 
 def naive_transformer(network, block):
-    """block [l, H·D]: plain encoder layers over the whole block, of which the last token is read at the end."""
+    """Apply plain encoder layers to the whole block [l, H·D]; the last token is the result."""
     x = block
     for layer in network.layers:
         heads, dim = layer.attn.num_heads, x.shape[1]
@@ -317,7 +317,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize('cls', SIGNATURES, ids=lambda cls: cls.__name__)
-def test_constructor_arguments_are_those_of_the_package_people_come_from(cls):
+def test_constructor_arguments_are_those_of_lucidrains(cls):
     parameters = inspect.signature(cls).parameters.values()
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     found = [(p.name,) if p.default is p.empty else (p.name, p.default) for p in positional]
@@ -430,7 +430,7 @@ def test_a_network_of_other_sizes_is_refused_by_name(network):
     assert raised.value.__cause__ is not None
 
 
-def test_an_error_of_several_lines_is_told_in_one():
+def test_an_error_of_several_lines_becomes_one_line():
     def fail(blocks):
         raise RuntimeError('first\nsecond')
 
@@ -483,7 +483,7 @@ def test_summaries_are_token_major():
 
 @pytest.mark.full
 @every_network
-def test_compiles_whole(make):
+def test_compiles_without_graph_breaks(make):
     network = make_double(make, 2, 4, 3)
     torch.compiler.reset()
     compiled = torch.compile(compress_blocks, backend='eager', fullgraph=True)

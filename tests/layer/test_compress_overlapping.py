@@ -1,4 +1,4 @@
-"""Blocks that overlap and are not laid out: as networks of blocks that are, and where they have to be."""
+"""Overlapping blocks that are not laid out equal laid-out blocks, and are laid out where needed."""
 
 import itertools
 from copy import deepcopy
@@ -23,7 +23,7 @@ from tests.layer.test_compress import NETWORKS, every_network, make_double, rand
 
 
 def laid_out(network, tokens, positions, stride, cu_seqlens=None):
-    """Summaries `[B, C, H, D]` of blocks that are laid out one by one, those of every sequence after the other."""
+    """Return summaries `[B, C, H, D]` of blocks that are laid out one by one, those of one sequence after the other."""
     block_size, borders = positions.shape[1], [0, tokens.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     starts = [
         start
@@ -88,7 +88,7 @@ def test_half_types_need_not_be_laid_out(make, autocast):
 @pytest.mark.parametrize('name', ['mlp', 'grouped mlp', 'projection'])
 @pytest.mark.parametrize(('heads', 'dim', 'length', 'stride', 'total', 'borders'), OVERLAPS)
 def test_keys_and_values_are_summarised_as_each_alone(name, heads, dim, length, stride, total, borders, monkeypatch):
-    """MLPs whose weights autocast makes of the dtype of the tokens run as one: here, of float64."""
+    """MLPs run as one where autocast casts their weights to the dtype of the tokens, here float64."""
     for module in (apply, overlapping):
         monkeypatch.setattr(module, 'projection_dtype', lambda tensor: torch.float64)
     dtype = torch.float32 if 'mlp' in name and length % stride == 0 else torch.float64
@@ -143,7 +143,7 @@ def test_networks_of_another_dtype_are_refused_without_autocast(which):
 
 
 class Operations(TorchDispatchMode):
-    """How many operations make something new."""
+    """Count operations that return new memory."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def test_mlps_of_keys_and_values_take_few_operations_under_autocast(name):
 
 
 def test_derivatives_take_two_operations_a_place():
-    """None of which fills, copies or adds the tokens."""
+    """Two operations per slot, none of which fills, copies or adds the tokens."""
     tokens, counts = torch.randn(2, 32, 2, 4, requires_grad=True), []
     for places in (2, 5):
         network = SingleProjection(4, 2 * places)
@@ -198,7 +198,7 @@ def random_product(per_head, first_chunks=None):
 @pytest.mark.full
 @pytest.mark.parametrize(('per_head', 'first_chunks'), [(False, None), (True, [0, 2]), (True, [])])
 def test_derivatives_of_every_kind(per_head, first_chunks):
-    """Forward, of many gradients at once, and second ones."""
+    """Forward derivatives, batched gradients and second derivatives."""
     first_chunks = None if first_chunks is None else torch.tensor(first_chunks, dtype=torch.int64)
     linear, inputs = random_product(per_head, first_chunks)
     assert torch.autograd.gradcheck(linear, inputs, check_forward_ad=True, check_batched_grad=True)
@@ -280,7 +280,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_what_is_changed_in_a_network_is_seen():
+def test_changes_of_a_network_take_effect():
     tokens, positions = torch.randn(1, 9, 2, 4), torch.zeros(2, 4, 4)
 
     def changed(change):
@@ -326,7 +326,7 @@ def test_backward_hooks_of_a_network_are_called(register: str):
     ids=['projection', 'projections', 'grouped', 'convolution'],
 )
 def test_networks_that_were_rebuilt(network: nn.Module):
-    """With a layer more, or a bias more or less: as blocks that are laid out give them."""
+    """Networks with an additional layer, or a bias more or less, have the results of laid-out blocks."""
     match network:
         case SingleProjection(compress=nn.Sequential() as layers):
             layers[1] = nn.Linear(16, 4)
@@ -348,8 +348,8 @@ def test_a_batch_of_no_rows(name: str):
 
 
 @pytest.mark.parametrize('name', NETWORKS)
-def test_what_no_block_has_reaches_no_gradient(name: str):
-    """Packed sequences too short for a block, and what would lie across a border."""
+def test_tokens_of_no_block_have_no_gradient(name: str):
+    """Packed sequences that are too short for a block, and blocks across a border, have no gradient."""
     network, positions = NETWORKS[name](2, 3, 8), torch.randn(2, 8, 3)
     cu_seqlens = torch.tensor([0, 6, 30, 35, 40], dtype=torch.int32)
     tokens = torch.randn(1, 40, 2, 3)

@@ -1,4 +1,4 @@
-"""`DecodeStep`: a step equals a forward, and what a CUDA graph replays equals a step without one."""
+"""`DecodeStep`: a step equals a forward, and a replayed CUDA graph equals a step without one."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_step_errors():
 
 
 class Recorded:
-    """What a graph is to a step, on a CPU: a replay moves what lies on the device and leaves the host's bounds. It
-    reads the weights of the capture.
+    """Stand in for a CUDA graph on a CPU: a replay changes tensors and leaves the host's bounds. It reads the weights
+    of the capture.
     """
 
     def __init__(self, model: Transformer, ids: Tensor, cache: ModelCache) -> None:
         self.model, self.ids, self.cache = deepcopy(model), ids, cache
         self.logits = torch.empty(*ids.shape, model.num_tokens, dtype=torch.float64)
         self.replays = 0
-        cache.advance(ids.shape[1])  # as the host's half of a capture does
+        cache.advance(ids.shape[1])  # as the host does in a capture
 
     def replay(self) -> None:
         self.cache.advance(-self.ids.shape[1])
@@ -82,7 +82,7 @@ class Recorded:
 def recorded_step(
     model: Transformer, cache: ModelCache, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[DecodeStep, list[Recorded]]:
-    """A step with a graph, and what it will have captured."""
+    """Return a step with a graph, and the list of its captures."""
     captured: list[Recorded] = []
 
     def capture(_: DecodeStep, buffer: Tensor) -> tuple[Any, Tensor]:
@@ -149,7 +149,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 def test_a_changed_model_is_captured_anew(
     change: Callable[[Any, Any], Any], max_rollback: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replay that has read what the model was is taken back."""
+    """A replay that has read the former weights is undone."""
     model, other, ids = make_model(True), make_model(True), make_ids(2, 20)
     for parameter in other.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -176,7 +176,7 @@ def test_a_changed_model_is_captured_anew(
 
 
 class FixedAttention(DenseAttention):
-    """Dense attention that reads the whole cache in a step, and so makes the same launches at every length."""
+    """Dense attention that reads the whole cache in a step, so it makes the same launches at every length."""
 
     def decodes_fixed(self, cache: LayerCache, num_tokens: int) -> bool:
         return num_tokens <= 4
@@ -202,7 +202,7 @@ def make_fixed_model(device: torch.device) -> Transformer:
 
 
 def make_sparse_model(device: torch.device) -> Transformer:
-    """Of a kind that the decode kernels serve."""
+    """Return a model that the decode kernels serve."""
     settings: dict[str, Any] = {
         'sliding_window_size': 32,
         'compress_block_size': 16,
@@ -229,7 +229,7 @@ GRAPHED = pytest.mark.parametrize('make', [make_fixed_model, make_sparse_model],
 @GRAPHED
 @pytest.mark.parametrize('num_tokens', [1, 3])
 def test_replayed_steps_are_eager_steps_bitwise(make, num_tokens):
-    """Rows of different lengths, over many borders of blocks and windows, with tokens taken back and rows swapped."""
+    """Rows of different lengths, over many borders of blocks and windows, with cropped tokens and swapped rows."""
     device = torch.device('cuda')
     model = make(device)
     prompts = [make_ids(length, seed=length).to(device) for length in (70, 7, 33)]
@@ -291,7 +291,7 @@ def test_a_graph_under_autocast_outlives_it():
         step = DecodeStep(model, caches[0], use_graph=True)
         expected = [model(ids[:, t : t + 1], cache=caches[1]) for t in range(20)]
         logits = [step(ids[:, t : t + 1]).clone() for t in range(4)]
-    junk = [torch.full((1 << 20,), float('nan'), device='cuda') for _ in range(8)]  # where cast weights may have lain
+    junk = [torch.full((1 << 20,), float('nan'), device='cuda') for _ in range(8)]  # the memory of former cast weights
     logits += [step(ids[:, t : t + 1]).clone() for t in range(4, 20)]
     assert torch.equal(torch.cat(logits, 1), torch.cat(expected, 1))
     assert junk

@@ -1,4 +1,4 @@
-"""`nsa_decode` by the ops of `nsa`: steps give what `nsa` gives of the whole, and errors write nothing."""
+"""`nsa_decode` by the ops of `nsa`: steps equal `nsa` of the whole sequence, and errors write nothing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make_cache(independent: bool = False, **changes: Any) -> LayerCache:
 
 
 def attend_whole(tokens: dict[str, Tensor], layer: dict[str, Any], factor: float = 1.0, **more: Any) -> Tensor:
-    """`nsa` of a whole sequence."""
+    """Return `nsa` of a whole sequence."""
     layer = dict(layer)
     q, k, v, gates = (tokens[name] for name in ('q', 'k', 'v', 'gates'))
     networks, positions, freqs, window = (layer.pop(n) for n in ('networks', 'positions', 'freqs', 'window_size'))
@@ -114,7 +114,7 @@ def split(tokens: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]
 @pytest.mark.parametrize('independent', [False, True])
 @pytest.mark.parametrize(('freqs', 'pairs'), [(True, 1), (False, 0)])
 @pytest.mark.parametrize('sizes', [[37], [1] * 37, [20, 3, 0, 1, 13]], ids=['whole', 'steps', 'chunks'])
-def test_steps_are_the_whole(sizes: list[int], freqs: bool, pairs: int, independent: bool) -> None:
+def test_steps_equal_the_full_forward(sizes: list[int], freqs: bool, pairs: int, independent: bool) -> None:
     tokens = make_tokens(37, independent, torch.float64)
     layer = make_layer(freqs, pairs, torch.float64)
     cache = make_cache(independent, dtype=torch.float64)
@@ -152,7 +152,7 @@ def test_angles_between_positions() -> None:
 
 
 def rotate_tokens(tokens: dict[str, Tensor], positions: Tensor, freqs: Tensor, factor: float) -> dict[str, Tensor]:
-    """Tokens that the caller rotates, by tables that are multiplied by a factor, as YaRN has it."""
+    """Rotate tokens as a caller does, by tables times a factor, as YaRN has it."""
     tables = [factor * table for table in angle_tables(positions, freqs)]
     q, k = (ops.rotary(tokens[name], *tables, backend='eager') for name in 'qk')
     return tokens | {'q': q, 'k': k, 'q_cmp': tokens['q'], 'raw_k': tokens['k']}
@@ -160,7 +160,9 @@ def rotate_tokens(tokens: dict[str, Tensor], positions: Tensor, freqs: Tensor, f
 
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_the_caller_may_rotate(backend: str) -> None:
-    """Steps of rows of unequal lengths give `nsa` of each row alone, and with plain tables what freqs give."""
+    """Steps of rows of unequal lengths equal `nsa` of each row alone; with plain tables they equal steps that rotate by
+    freqs.
+    """
     counts, steps, layer = torch.tensor([21, 10], dtype=torch.int32), [1, 3, 1], make_layer()
     first, later = make_tokens(21), [make_tokens(count) for count in steps]
     freqs, layer['freqs'] = layer['freqs'], None
@@ -251,7 +253,7 @@ def test_backend() -> None:
         (torch.float32, 1, (8, 4, 8), 513, 'n is 513, but its kernels choose up to 512 blocks'),
     ],
 )
-def test_what_the_kernels_do_not_serve(
+def test_calls_that_kernels_do_not_support(
     dtype: torch.dtype, group: int, sizes: tuple[int, int, int], num_selected: int, reason: str
 ) -> None:
     q, k = torch.zeros(BATCH, 1, group, 8), torch.zeros(BATCH, 1, 1, 8)
@@ -366,7 +368,7 @@ def test_a_cache_of_a_model_is_refused() -> None:
 
 
 def assert_refused(changes: dict[str, Any], message: str, backend: str) -> None:
-    """With an error, and nothing written."""
+    """Assert that the call raises and nothing is written."""
     call = {**make_tokens(3), 'cache': make_cache(), **make_layer(), 'backend': backend, **changes}
     cache = call['cache']
     before = [t.clone() for t in cache._tensors()]
@@ -423,7 +425,7 @@ def test_errors(name: str) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else '',
 )
 def test_settings_that_do_not_fit(changes: dict[str, Any], message: str, backend: str) -> None:
-    """Settings too are refused before anything is written, by either backend alike."""
+    """Both backends refuse wrong settings before anything is written."""
     assert_refused(changes, message, backend)
 
 
@@ -436,7 +438,7 @@ class Fails(nn.Module):
 @pytest.mark.parametrize('backend', BACKENDS)
 @pytest.mark.parametrize('network', [nn.Flatten(3), Fails()], ids=['size', 'dtype'])
 def test_networks_that_fail(network: nn.Module, backend: str) -> None:
-    """They leave nothing behind, not even in a ring that holds no more than the next block needs."""
+    """Failing networks change nothing, not even in a ring that holds no more than the next block needs."""
     layer, old, new = make_layer(), make_tokens(22), make_tokens(9)
     failing: dict[str, Any] = layer | {'networks': (MeanPool(), network)}
     failed, cache = (make_cache(max_rollback=0) for _ in range(2))
@@ -461,7 +463,7 @@ def test_networks_that_fail(network: nn.Module, backend: str) -> None:
 def test_ops_that_the_kernels_do_not_serve(
     changes: dict[str, Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tokens than the kernels of decoding take go through those of `nsa`."""
+    """Steps of more tokens than the decode kernels take run the ops of `nsa`."""
     if not changes:
         monkeypatch.delenv('TRITON_INTERPRET', raising=False)
     message = f"backend 'triton' cannot serve this call of {reason}"
@@ -470,5 +472,5 @@ def test_ops_that_the_kernels_do_not_serve(
 
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_rotary_needs_a_ring(backend: str) -> None:
-    """What is compressed are keys before rotary, which a cache without a ring does not keep."""
+    """Compression needs keys before rotary embedding, which a cache without a ring does not hold."""
     assert_refused({'cache': make_cache(has_raw_k=False)}, 'has_raw_k', backend)

@@ -17,7 +17,7 @@ from tests.layer.test_transformer import KINDS, make_ids, make_model
 
 
 def called_modules(model: Transformer) -> dict[str, nn.Module]:
-    """The modules that a forward calls once, by name: all but lists and what φ, rotary and gates have inside."""
+    """Return the modules that a forward calls once, by name: no lists, no modules inside φ, rotary and gates."""
     parts = {'': model, 'token_emb': model.token_emb, 'norm': model.norm, 'to_logits': model.to_logits}
     for index, block in enumerate(model.blocks):
         of_block = {'': block, 'attention': block.attention, 'feed_forward': block.feed_forward}

@@ -17,7 +17,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-9) -> No
 
 
 def by_hand(attn: DenseAttention, x: Tensor) -> Tensor:
-    """Attention of one sequence `[T, dim]`, head by head and query by query."""
+    """Compute attention of one sequence `[T, dim]`, head by head and query by query."""
     length = len(x)
     x = x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * attn.get_parameter('norm.weight')
     projected = x @ attn.to_qkv.weight.T
@@ -41,7 +41,7 @@ def by_hand(attn: DenseAttention, x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Neighbouring pairs of x `[T, H, D]` rotated by angles `[T, D / 2]`, as complex numbers."""
+    """Rotate neighbouring pairs of x `[T, H, D]` by angles `[T, D / 2]`, as complex numbers."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     rotated = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)[:, None]
     return torch.view_as_real(rotated).flatten(-2)

@@ -45,7 +45,7 @@ def every_gradient(layer: SparseAttention, x: Tensor, **inputs: Tensor) -> dict[
 @networks
 @pytest.mark.parametrize('seqlen', [1, BLOCK - 1, BLOCK])
 def test_every_parameter_has_a_gradient(make: Make, seqlen: int) -> None:
-    """Of 0 in what summarises blocks, where there are none."""
+    """Networks φ have a gradient of 0 where there are no blocks."""
     gradients = every_gradient(make_layer(make, backend='eager'), torch.randn(2, seqlen, DIM))
     of_blocks = ('k_compress.', 'v_compress.', 'k_intrablock_positions', 'v_intrablock_positions')
     assert seqlen == BLOCK or not any(grad.any() for name, grad in gradients.items() if name.startswith(of_blocks))
@@ -73,7 +73,7 @@ def test_with_every_backend(backend: str, changes: dict[str, Any], seqlen: int, 
 
 
 def test_networks_of_another_device_without_a_block() -> None:
-    """Where nothing is differentiated, weights that are elsewhere until they are needed are not touched."""
+    """A call without gradients does not read weights that are offloaded until they are needed."""
     layer = make_layer(backend='eager')
     layer.k_compress.to('meta')
     with torch.no_grad():
@@ -98,7 +98,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures('one_process')
 @networks
 def test_steps_of_data_parallel_training(make: Make) -> None:
-    """The second of two steps is the first to notice a gradient that is missing, in one process as in several."""
+    """The second step is the first to notice a missing gradient, in one process as in several."""
     module = DistributedDataParallel(make_layer(make, backend='eager'))
     for seqlen in (1, BLOCK - 1, BLOCK, 1):
         module(torch.randn(2, seqlen, DIM)).sum().backward()
@@ -106,7 +106,7 @@ def test_steps_of_data_parallel_training(make: Make) -> None:
 
 @pytest.mark.usefixtures('one_process')
 def test_a_network_that_is_sharded_by_itself() -> None:
-    """Where there is no block it is not called, and its weights are only here in part."""
+    """Without blocks the network is not called, and only a part of its weights is local."""
     fully_shard = pytest.importorskip('torch.distributed.fsdp').fully_shard
     layer = make_layer(backend='eager')
     for part in (layer.k_compress, layer.v_compress, layer):

@@ -1,4 +1,4 @@
-"""The composition: its definition, gradients of the differentiable choice included, and what it passes on."""
+"""The composition: its definition, gradients of differentiable selection, and the arguments of inner calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OPTIONAL = ('q_cmp', 'q_window', 'k_window', 'v_window', 'mem_k', 'mem_v')
 def make_inputs(
     extents: Extents, heads: Heads, sizes: Sizes, pairs: int = 1, shared: bool = False
 ) -> dict[str, Tensor]:
-    """What `nsa` takes, by name. shared: the branches read the same queries, keys and values."""
+    """Return the tensors of `nsa` by name. shared: the branches read the same queries, keys and values."""
     gates = torch.rand(extents.batch, extents.seqlen_q, heads.heads, 3).double()
     tensors = *make_qkv(extents, heads), *make_compressed(extents, heads, *sizes[:2], more=1), gates
     inputs: dict[str, Tensor] = dict(zip(NAMES, tensors, strict=True))
@@ -199,7 +199,7 @@ def test_a_closed_gate_hides_a_branch(branch: int) -> None:
         assert torch.equal(changed.nan_to_num(), out.nan_to_num())
 
 
-def test_the_differentiable_choice_changes_no_value() -> None:
+def test_differentiable_selection_changes_no_value() -> None:
     inputs = make_inputs(whole(40), HEADS, SIZES)
     results = [call(nsa, inputs, **settings_of(SIZES, use_diff_topk=use, num_selected=5)) for use in (False, True)]
     assert torch.equal(*results)
@@ -229,7 +229,7 @@ def test_the_future_changes_nothing() -> None:
 
 @pytest.mark.parametrize('dtype', ROW_LIMITS)
 def test_lower_precision(dtype: torch.dtype) -> None:
-    # Every block is chosen, so that rounding cannot change the choice.
+    # Every block is selected, so that rounding cannot change the selection.
     inputs = make_inputs(whole(60), Heads(4, 2, 16, 8), SIZES)
     inputs['k_cmp'], inputs['v_cmp'] = inputs['k_cmp'][:, :-1], inputs['v_cmp'][:, :-1]
     low = {name: t.float() if name == 'gates' else t.to(dtype) for name, t in inputs.items()}
@@ -318,7 +318,7 @@ def test_activation_checkpointing(
 def test_torch_func_is_left_to_eager(
     transform: Callable[..., Any], float32_nsa: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """A registered op may drop a tangent without a word, so the kernels refuse, and auto does without them."""
+    """A registered op may drop a tangent silently, so the kernels refuse, and 'auto' takes eager."""
     tensors, settings = float32_nsa
     q = tensors.pop('q')
 
@@ -335,7 +335,7 @@ def test_torch_func_is_left_to_eager(
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_torch_func_in_half_types(dtype: torch.dtype, float32_nsa: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Eager rounds gradients there, which torch.func has to get past."""
+    """Eager rounds gradients in half types, also under torch.func."""
     tensors, settings = float32_nsa
     tensors = {name: t.detach().to(dtype) for name, t in tensors.items()}
     q = tensors.pop('q').requires_grad_()
@@ -352,7 +352,7 @@ def test_torch_func_in_half_types(dtype: torch.dtype, float32_nsa: tuple[dict[st
 
 
 def test_the_backend_of_every_op(float32_nsa: tuple[dict[str, Any], dict[str, Any]], device: torch.device) -> None:
-    """The query answers for all ops that a call runs, and refuses where one of them cannot be served."""
+    """`backend_of` names the backend of each op that a call runs, and raises where an op cannot be served."""
     q, k, v = (float32_nsa[0][name].to(device) for name in 'qkv')
     ops = {'compressed_attention', 'window_attention', 'gated_sum'}
     choice = backend_of(q, k, v, num_selected=0, backend='triton')
@@ -383,7 +383,7 @@ def test_the_backend_of_every_op(float32_nsa: tuple[dict[str, Any], dict[str, An
 def test_auto_by_the_gpu(
     capability: tuple[int, int], hip: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What auto takes on GPUs that need not be there."""
+    """'auto' by the kind of GPU, without one."""
     properties = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: properties)
     monkeypatch.setattr(support, '_capability', support._find_capability)
@@ -394,6 +394,6 @@ def test_auto_by_the_gpu(
 
 
 class OnGpu:
-    """What `unsupported` asks of a tensor."""
+    """The properties of a tensor that `unsupported` reads."""
 
     device, dtype, shape = torch.device('cuda'), torch.bfloat16, (1, 1, 1, 64)

@@ -1,4 +1,4 @@
-"""Arguments that `nsa` refuses before anything runs, beside similar ones that it takes, and the backends of its ops."""
+"""Arguments that `nsa` refuses before anything runs, beside similar valid ones; backends of its ops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def old_choose(
     q: Tensor, k_cmp: Tensor, lse: Tensor, compress_block_size: int, compress_stride: int, selection_block_size: int,
     num_selected: int, *, num_local: int, seqlen_k: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """A selection without the arguments that `select_blocks` has a default for."""
+    """A selection function that lacks the arguments for which `select_blocks` has defaults."""
     sizes = (compress_block_size, compress_stride, selection_block_size, num_selected, seqlen_k)
     assert all(type(size) is int for size in sizes)
     return INDICES

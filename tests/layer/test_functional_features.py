@@ -1,5 +1,4 @@
-"""What `nsa` takes beside queries, keys and values: branches left out, choices and counts, segments, soft caps, sinks,
-dropout."""
+"""Features of `nsa`: omitted branches, selections and counts, segments, soft caps, sinks, dropout."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from tests.support.problems import (
 )
 
 SIZES = {'compress_block_size': 5, 'compress_stride': 2, 'selection_block_size': 4}
-CHOICE = {'num_selected': 3, 'num_init': 1, 'num_local': 1}
-SETTINGS: dict[str, Any] = {**SIZES, **CHOICE, 'window_size': (3, 0)}
+SELECTION = {'num_selected': 3, 'num_init': 1, 'num_local': 1}
+SETTINGS: dict[str, Any] = {**SIZES, **SELECTION, 'window_size': (3, 0)}
 HEADS = Heads(6, 2, 4, 3)
 GATES = ('gate_0', 'gate_1', 'gate_2')
 DROPOUT = {'dropout_p': 0.4, 'dropout_seed': 3}
@@ -44,7 +43,7 @@ EXTENTS = {
 
 
 def make_inputs(extents: Extents, heads: Heads = HEADS) -> dict[str, Tensor]:
-    """Tensors of `nsa` by name; every branch has queries, keys and values of its own."""
+    """Return the tensors of `nsa` by name; every branch has queries, keys and values of its own."""
     names = ('q', 'k', 'v', 'q_cmp', 'k_window', 'v_window', 'k_cmp', 'v_cmp', 'mem_k', 'mem_v')
     block_size, stride = SIZES['compress_block_size'], SIZES['compress_stride']
     compressed = make_compressed(extents, heads, block_size, stride)
@@ -54,7 +53,7 @@ def make_inputs(extents: Extents, heads: Heads = HEADS) -> dict[str, Tensor]:
 
 
 def call(inputs: dict[str, Any], function: Callable[..., Tensor] = nsa, **settings: Any) -> Tensor:
-    """inputs: with `gates`, or a triple of them by the names of GATES."""
+    """Call `nsa` of inputs with `gates`, or with a triple of them by the names of GATES."""
     inputs = dict(inputs)
     if GATES[0] in inputs:
         inputs['gates'] = tuple(inputs.pop(name) for name in GATES)
@@ -63,7 +62,7 @@ def call(inputs: dict[str, Any], function: Callable[..., Tensor] = nsa, **settin
 
 
 def assert_calls_agree(inputs: dict[str, Tensor], *calls: Callable[[dict[str, Any]], Tensor]) -> None:
-    """Two functions of inputs by name, and their gradients."""
+    """Assert that two functions of inputs by name agree, gradients included."""
     first, second = (
         lambda *tensors, run=run: run(dict(zip(inputs, tensors, strict=True))) for run in calls
     )  # fmt: skip
@@ -99,7 +98,7 @@ def by_hand(
     selection_block_size: int,
     **where: Any,
 ) -> Tensor:
-    """The ops one after the other, and what their results add up to."""
+    """Compute the ops one after the other, and their gated sum."""
     sizes = {
         'compress_block_size': compress_block_size,
         'compress_stride': compress_stride,
@@ -149,7 +148,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def draw(features: dict[str, Any], extents: Extents) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Inputs with sinks of the shapes given, and the other settings, with counts."""
+    """Return inputs with sinks of the given shapes, and the other settings, with counts."""
     inputs, settings = make_inputs(extents), {**features, **extents.where}
     if settings.get('block_counts') == 'drawn':
         settings['block_counts'] = torch.randint(
@@ -191,7 +190,7 @@ UNUSED = {0: ('v_cmp', 'mem_v'), 1: ('k', 'v'), 2: ('k_window', 'v_window')}
 @pytest.mark.parametrize('use_diff_topk', [False, True])
 @pytest.mark.parametrize('subset', SUBSETS, ids=str)
 def test_branches_left_out(subset: tuple[int, ...], use_diff_topk: bool) -> None:
-    """They are as if their gates were closed, and nobody reads what they alone read."""
+    """Omitted branches equal branches with closed gates, and their inputs are not read."""
     inputs = make_inputs(whole(19))
     gates = inputs.pop('gates')
     triple = {f'gate_{branch}': gates[..., branch].contiguous() for branch in subset}
@@ -210,7 +209,7 @@ def test_branches_left_out(subset: tuple[int, ...], use_diff_topk: bool) -> None
 
 
 @pytest.mark.parametrize('subset', SUBSETS, ids=str)
-def test_only_what_is_needed_is_computed(subset: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_needed_results_are_computed(subset: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     inner = {name: (getattr(functional, name), 'attend') for name in ATTENTIONS}
     for name, (op, function) in (inner | {'select_blocks': (functional.block_selection, 'select')}).items():
@@ -237,7 +236,7 @@ def test_a_branch_of_no_blocks_may_be_all_there_is() -> None:
 
 
 def choose(inputs: dict[str, Tensor], share_group: bool = True, **settings: Any) -> Tensor:
-    """The choice that `nsa` makes."""
+    """Return the selection that `nsa` makes."""
     kept = []
 
     def keep(*args: Any, **kwargs: Any) -> Tensor:
@@ -255,7 +254,7 @@ def refuse(*_: Any, **__: Any) -> Tensor:
 @pytest.mark.parametrize('extents', EXTENTS.values(), ids=EXTENTS)
 @pytest.mark.parametrize('share_group', [True, False])
 @pytest.mark.parametrize('use_diff_topk', [False, True])
-def test_a_choice_handed_in(use_diff_topk: bool, share_group: bool, extents: Extents) -> None:
+def test_a_given_selection(use_diff_topk: bool, share_group: bool, extents: Extents) -> None:
     inputs = make_inputs(extents)
     indices = choose(inputs, share_group, softcap=0.8, **extents.where)
     settings = {'use_diff_topk': use_diff_topk, 'softcap': 0.8, **extents.where}
@@ -267,8 +266,8 @@ def test_a_choice_handed_in(use_diff_topk: bool, share_group: bool, extents: Ext
         )
 
 
-def test_any_choice_handed_in() -> None:
-    """Of each head, in any order, with duplicates and padding, cut short by counts."""
+def test_any_given_selection() -> None:
+    """Selections per head, in any order, with duplicates and padding, limited by counts."""
     inputs = make_inputs(whole(19))
     indices = torch.randint(-2, 6, (1, 19, 6, 4), dtype=torch.int32)
     counts = torch.randint(-1, 6, (1, 19, 6))
@@ -287,7 +286,7 @@ def test_any_choice_handed_in() -> None:
 
 
 def test_without_compressed_keys() -> None:
-    """A choice and no compressed branch."""
+    """A given selection without a compressed branch."""
     inputs = make_inputs(whole(19))
     indices, gates = choose(inputs), inputs.pop('gates')
     gate_1, gate_2 = gates[..., 1].contiguous(), gates[..., 2].contiguous()
@@ -333,7 +332,7 @@ def test_segments_are_sequences_of_their_own(dtype: torch.dtype, use_diff_topk: 
 
 @pytest.mark.full
 @pytest.mark.parametrize('backend', ['eager', 'triton'])
-def test_segments_of_padding_give_0_and_reach_nobody(backend: str, device: torch.device) -> None:
+def test_segments_of_padding_give_0_and_are_not_read(backend: str, device: torch.device) -> None:
     ids = torch.tensor([[1] * 6 + [-1] * 7 + [1] * 8 + [-5]], device=device)
     inputs = make_inputs(packed([6, 7, 8, 1])) | {'sinks': normal(6), 'sinks_cmp': normal(6, 2)}
     inputs = {name: t.float().to(device) for name, t in inputs.items()}
@@ -413,7 +412,7 @@ def test_dtypes_of_gates_and_sinks(dtype: torch.dtype) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize('gates', [(0, 1, 2), (1,), (0, 2)], ids=str)
 def test_triton_equals_eager(gates: tuple[int, ...], device: torch.device) -> None:
-    """Every feature at once, and gates of some branches alone."""
+    """All features at once, and gates of some branches alone."""
     inputs = make_inputs(whole(19)) | {'sinks': normal(6), 'sinks_cmp': normal(6, 2)}
     of_branches = inputs.pop('gates').unbind(-1)
     inputs |= {GATES[branch]: of_branches[branch].contiguous() for branch in gates}

@@ -1,4 +1,4 @@
-"""Generation: what a draw depends on, chunks of a prompt, stop tokens and callbacks."""
+"""Generation: dependencies of a draw, chunks of a prompt, stop tokens and callbacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIDES = pytest.mark.parametrize('side', ['left', 'right'])
 
 
 def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """An id for each of logits `[B, V]`, from random numbers of seed 0."""
+    """Draw an id for each of logits `[B, V]`, from random numbers of seed 0."""
     choose = sampler(
         len(logits), 1, logits.device, temperature=temperature, top_k=top_k, top_p=top_p, seed=0, generator=None
     )
@@ -39,7 +39,7 @@ def test_numbers_of_numpy() -> None:
 
 
 def test_a_vocabulary_that_was_made_larger() -> None:
-    """The embedding counts, and not what the model was made with."""
+    """The size of the embedding counts, not the constructor's argument."""
     model = make_model(False)
     model.token_emb, model.to_logits = nn.Embedding(VOCABULARY + 5, 24).double(), nn.Linear(24, VOCABULARY + 5).double()
     assert model.generate(torch.tensor([[VOCABULARY + 4]]), 3).shape == (1, 3)
@@ -191,7 +191,7 @@ def test_devices_without_float64(sparse: bool, options: dict[str, Any]) -> None:
 
 
 def rows_until(tokens: Tensor, stops: list[int]) -> list[list[int]]:
-    """Every row as far as its first stop token."""
+    """Return every row up to its first stop token."""
     ends = [next((i + 1 for i, t in enumerate(row) if t in stops), len(row)) for row in tokens.tolist()]
     return [row[:end] for row, end in zip(tokens.tolist(), ends, strict=True)]
 

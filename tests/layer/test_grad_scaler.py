@@ -1,4 +1,4 @@
-"""float16 under `GradScaler`: gradients that overflow skip the step, and gradients that are finite are right."""
+"""float16 under `GradScaler`: overflowing gradients skip the step, and finite gradients are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The merged mode of the layer and of `nsa`: dense attention where everything is read, the same in every call form."""
+"""Merged mode of the layer and of `nsa`: dense attention where everything is read, equal in every form of call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ modes = pytest.mark.parametrize(
 
 
 def make_layer(**settings: Any) -> SparseAttention:
-    """A float64 layer whose parameters are all random."""
+    """Return a float64 layer with random parameters."""
     torch.manual_seed(0)
     layer = SparseAttention(**{**SIZES, **settings}).double()
     with torch.no_grad():
@@ -74,7 +74,7 @@ def make_layer(**settings: Any) -> SparseAttention:
 
 @modes
 def test_every_parameter_has_a_gradient(mode: dict[str, Any]) -> None:
-    """At lengths without a compressed block, too."""
+    """Every parameter has a gradient, also at lengths without a compressed block."""
     layer = make_layer(**mode)
     for seqlen in (2, 25):
         layer.zero_grad()
@@ -84,7 +84,7 @@ def test_every_parameter_has_a_gradient(mode: dict[str, Any]) -> None:
 
 @modes
 @pytest.mark.parametrize('page_size', [None, 8])
-def test_cached_is_whole(mode: dict[str, Any], page_size: int | None) -> None:
+def test_cached_calls_equal_the_full_forward(mode: dict[str, Any], page_size: int | None) -> None:
     layer = make_layer(**mode).eval()
     x = torch.randn(2, 31, 32, dtype=torch.float64)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_padded_and_packed_are_alone(mode: dict[str, Any]) -> None:
 @pytest.mark.parametrize('before', [False, True])
 @pytest.mark.parametrize('diff', [False, True])
 def test_equals_dense_where_every_block_is_selected(diff: bool, before: bool) -> None:
-    """Outputs at any weights; gradients too, unless use_diff_topk has one of its own."""
+    """Outputs are equal at any weights; gradients too, except with use_diff_topk, which adds one."""
     compress = {'compress_mlp': MeanPool()} if not diff else {}
     settings: dict[str, Any] = {'use_diff_topk': diff, 'select_before_window': before, **compress}
     layer = make_layer(compressed_output=False, num_selected_blocks=20, **settings)

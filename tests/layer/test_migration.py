@@ -34,7 +34,7 @@ README: dict[str, Any] = {
     'num_selected_blocks': 2,
 }
 
-# Two blocks are what is forced here, and 0.2.3 chose two more.
+# Two blocks are forced here, and 0.2.3 selected two more.
 pytestmark = pytest.mark.filterwarnings('ignore:.*num_selected_blocks:UserWarning')
 
 
@@ -47,7 +47,7 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
         'causal': False,
         'norm': True,
         'use_diff_topk': False,
-        'use_triton_kernel': None,  # False in 0.2.3, which stands for eager here
+        'use_triton_kernel': None,  # False in 0.2.3, which means eager here
         'query_heads_share_selected_kv': True,
         'compress_mlp': None,
         'compress_mlp_expand_factor': 1.0,

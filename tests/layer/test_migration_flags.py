@@ -161,7 +161,7 @@ def test_flags_of_a_layer():
         SparseAttention(**settings, use_triton_kernel=True, backend='flex')
 
 
-def test_what_goes_beyond_is_taken_by_name():
+def test_further_arguments_are_taken_by_name():
     settings: dict[str, Any] = README | {'dim': 32, 'dim_head': 8, 'heads': 4}
     layer, x = SparseAttention(**settings, softcap=5.0), torch.randn(1, 9, 32)
     assert layer.softcap == 5.0

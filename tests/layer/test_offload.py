@@ -1,4 +1,4 @@
-"""Layers and models whose weights accelerate keeps on the CPU or on disk, and loads for each call of a module."""
+"""Layers and models whose weights accelerate keeps on the CPU or on disk and loads for each call of a module."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_models(sparse: bool, tie_embeddings: bool, offload: Offload, tmp_path: 
 
 
 def test_learned_frequencies(tmp_path: Path) -> None:
-    """They are read without a call of the module that holds them."""
+    """Learned frequencies are read without a call of the module that holds them."""
     layer, x = make_layer(rotary_emb=RotaryEmbedding(4, learned_freq=True)), torch.randn(2, SEQLEN, 8)
     with pytest.raises(
         ValueError, match=r"rotary_emb.freqs is on the meta device .*preload_module_classes=\['Rotary'\]"

@@ -1,4 +1,4 @@
-"""The paged cache: what the contiguous one gives, to the bit, wherever its pages lie, and nothing written elsewhere."""
+"""The paged cache has the bits of the contiguous one wherever its pages lie, and writes nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from native_sparse_attention.nn.transformer import Transformer
 from tests.layer.test_cache import DIM, MAX_ROLLBACK, SETTINGS, make_layer
 
 BATCH, CAPACITY, PAGE_SIZE = 3, 60, 12
-SPARE = 5  # pages of somebody else in every pool
+SPARE = 5  # pages of another owner in every pool
 
 
 def make_pools(layout: dict, page_size: int, num_pages: int, num_pages_cmp: int) -> dict[str, Tensor]:
-    """Pools full of NaN. Those of k and v alternate in one tensor, so neither lies in one piece."""
+    """Return pools filled with NaN. Those of k and v alternate in one tensor, so neither is contiguous."""
     names = [*TOKENS[: 4 if layout['has_window'] else 2], *(PAIRS if layout['compress'] else ())]
     pools = {}
     for name in names:
@@ -37,7 +37,7 @@ def make_pools(layout: dict, page_size: int, num_pages: int, num_pages_cmp: int)
 def make_paged(
     layer: SparseAttention | DenseAttention, page_size: int = PAGE_SIZE, full: bool = True
 ) -> PagedLayerCache:
-    """Pages in any order, those of the rows among each other; `full=False`: tables that have none yet."""
+    """Return a cache with pages in random order, mixed among the rows; `full=False`: tables without pages."""
     layout = layer.init_cache(1, 1).layout
     pages = -(-CAPACITY // page_size)
     needed = BATCH * pages
@@ -81,7 +81,7 @@ def caches(
 
 
 def step(layer: torch.nn.Module, pair: tuple[LayerCache, ...], x: Tensor, counts: list[int] | None = None) -> None:
-    """Both caches give the same bits, none of them NaN."""
+    """Assert that both caches give the same bits, without NaN."""
     mask = None if counts is None else torch.arange(x.shape[1]) < torch.tensor(counts)[:, None]
     expected, found = (layer(x, mask, cache=cache) for cache in pair)
     assert found.isfinite().all()
@@ -108,7 +108,7 @@ def test_rows_of_different_lengths(layer: SparseAttention | DenseAttention) -> N
 
 
 def written(cache: PagedLayerCache, name: str) -> Tensor:
-    """Bool `[num_pages, page_size]`: the entries that hold something. All of an entry is written, or nothing."""
+    """Return bool `[num_pages, page_size]`: the written entries. An entry is written completely or not at all."""
     finite = getattr(cache, name).isfinite().flatten(2)
     assert finite.all(-1).equal(finite.any(-1))
     return finite.all(-1)
@@ -138,14 +138,14 @@ def test_only_real_tokens_and_complete_blocks_are_written(setting: str) -> None:
 
 
 class Owner:
-    """Gives rows pages as they grow, in any order, and takes them back."""
+    """Allocate pages for rows as they grow, in random order, and free them."""
 
     def __init__(self, cache: PagedLayerCache) -> None:
         self.cache = cache
         self.free = {name: torch.randperm(getattr(cache, name).shape[0]).tolist() for name in ('k', 'k_cmp')}
 
     def allot(self, counts: list[int]) -> None:
-        """The pages of `counts` more tokens a row; every page of tokens comes with one of compressed pairs."""
+        """Allocate pages for `counts` more tokens per row; every page of tokens comes with one of compressed pairs."""
         for row, (length, count) in enumerate(zip(self.cache.lengths.tolist(), counts, strict=True)):
             for column in range(-(-(length + count) // PAGE_SIZE)):
                 for name, table in (('k', self.cache.block_table), ('k_cmp', self.cache.block_table_cmp)):
@@ -166,7 +166,7 @@ def test_tables_grow_in_place(setting: str) -> None:
         cache.validate_tables()
         step(layer, pair, torch.randn(BATCH, max(counts), DIM), counts)
     assert addresses == [t.data_ptr() for t in (cache.block_table, cache.block_table_cmp) if t is not None]
-    # A row that is done gives its place to another, whose past is empty.
+    # A finished row is replaced by another one with an empty past.
     for each in pair:
         each.crop(torch.tensor([CAPACITY, 0, CAPACITY]))
     assert cache.block_table is not None
@@ -176,7 +176,7 @@ def test_tables_grow_in_place(setting: str) -> None:
 
 
 def test_a_page_that_is_not_there() -> None:
-    """Writes to it are dropped; validation says so before."""
+    """Writes to a missing page are dropped; validation reports it beforehand."""
     layer = make_layer('ring of keys')
     cache = make_paged(layer, full=False)
     assert cache.block_table is not None
@@ -231,7 +231,7 @@ def test_crop_and_again(layer: SparseAttention | DenseAttention) -> None:
 
 
 def test_beams(layer: SparseAttention | DenseAttention) -> None:
-    """Rows of one past go separate ways: the tables stay, and no page gets a second owner."""
+    """Rows with one past continue differently: the tables stay, and no page gets a second owner."""
     pair = caches(layer)
     assert pair[1].block_table is not None
     table = pair[1].block_table.clone()
@@ -275,7 +275,7 @@ def test_any_calls(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize('setting', SETTINGS)
 def test_the_host_reads_nothing(setting: str) -> None:
-    """Tensors without content, of which every such read raises."""
+    """Tensors have no content, so every read on the host would raise."""
     layer = make_layer(setting).to('meta')
     cache = layer.init_cache(2, 24, page_size=12)
     for num_tokens in (9, 1, 3):

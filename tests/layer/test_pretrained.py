@@ -1,4 +1,4 @@
-"""`Transformer` as other tools take it: saved and loaded, with labels, with checkpointed activations, in a Trainer."""
+"""`Transformer` with tools: saved and loaded, with labels, with checkpointed activations, in `Trainer`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {'dim': 24, 'depth': 2, 'dim_head': 8, 'heads': 4, 'kv_h
 
 
 def make_model(settings: dict[str, Any] | None = None, **changes: Any) -> Transformer:
-    """A model none of whose parameters is zero."""
+    """Return a model without zero parameters."""
     arguments = SIZES | {'use_sparse_attn': True, 'sparse_attn_kwargs': SPARSE | (settings or {})} | changes
     model = Transformer(VOCABULARY, **arguments)
     for parameter in model.parameters():
@@ -81,7 +81,7 @@ def test_loaded_is_saved(name: str, dtype: torch.dtype, tmp_path: Path):
 
 
 def test_changes(tmp_path: Path):
-    """Arguments that weights do not depend on may change; those that they do are refused."""
+    """Arguments that the weights do not depend on may change; others are refused."""
     make_model().save_pretrained(tmp_path)
     changed = Transformer.from_pretrained(tmp_path, backend='eager', sparse_attn_kwargs={'num_selected_blocks': 7})
     assert changed.backend == changed.blocks[0].attention.backend == 'eager'  # type: ignore[union-attr]
@@ -120,7 +120,7 @@ def test_other_class(tmp_path: Path):
     assert loaded(ids).equal(model(ids))
 
 
-def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_objects_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r'directory is .*, but must have config.json and model.safetensors'):
         Transformer.from_pretrained(tmp_path)
     model = make_model()
@@ -176,7 +176,7 @@ def test_an_interrupted_save_leaves_the_old_model(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize('kind', ['whole', 'padded', 'packed'])
 def test_labels(kind: str):
-    """The loss of ids as labels is that of return_loss; ignored labels and a given number count as they say."""
+    """The loss of ids as labels is that of return_loss; ignored labels and a given number change the count."""
     model = make_model().double()
     ids = make_ids(1 if kind == 'packed' else 3, 17)
     options: dict[str, Any] = {
@@ -263,7 +263,7 @@ def test_refused_checkpointing():
 
 @pytest.mark.full
 def test_trainer(tmp_path: Path):
-    """Steps over accumulated batches of different numbers of labels, evaluation, checkpoints and resumption."""
+    """Train over accumulated batches of different numbers of labels, with evaluation, checkpoints and resumption."""
     transformers = pytest.importorskip('transformers', reason='transformers is not installed')
     rows = []
     for length in (17, 17, 17, 17, 17, 17, 17, 17):
@@ -292,7 +292,7 @@ def test_trainer(tmp_path: Path):
             return torch.utils.data.SequentialSampler(rows)
 
     class SaveConfiguration(transformers.TrainerCallback):
-        """As docs/training.md has it."""
+        """Save the configuration, as docs/training.md shows."""
 
         def on_save(self, args: Any, state: Any, control: Any, model: Transformer, **_: Any) -> None:
             model.save_pretrained(f'{args.output_dir}/checkpoint-{state.global_step}')

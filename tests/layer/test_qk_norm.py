@@ -1,4 +1,4 @@
-"""Norms of queries and keys with rotary embedding in one kernel: what the norms and the rotary embedding alone give."""
+"""Norms of queries and keys with rotary embedding in one kernel equal the norms followed by rotary embedding."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def called_as_modules(layer: Any) -> list[Any]:
 
 
 def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
-    """Up to roundings in float32, which attention and its gradients multiply."""
+    """Assert equality up to roundings in float32, which attention and its gradients multiply."""
     for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
         assert (result - wanted).norm() <= 5e-5 * wanted.norm(), index
 
@@ -139,7 +139,7 @@ def test_recomputation_has_the_same_bits(merge_window: bool, device: torch.devic
 
 
 def test_weights_that_change_before_the_backward_pass(device: torch.device) -> None:
-    """Recomputed queries are those of the old weights."""
+    """Recomputed queries have the old weights."""
     layer, x = make_layer(recompute=True).to(device), make_input(device)
     (expected,) = torch.autograd.grad(layer(x).sin().sum(), layer.to_qkv.weight)
     out = layer(x).sin().sum()
@@ -190,7 +190,7 @@ def add_forward(norm: HeadNorm) -> None:
     ],
 )
 def test_changed_norms_are_called(name: str, change: Callable[[HeadNorm], None], device: torch.device) -> None:
-    """What a call of the norm does beside its class is in the result: eager always calls it."""
+    """Whatever a call of the norm does beyond its class shows in the result, as in eager, which always calls it."""
     results = []
     for backend in ('triton', 'eager'):
         layer = make_layer(backend=backend).to(device)
@@ -255,7 +255,7 @@ def test_frozen_weights(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('name', ['separate', 'merged'])
-def test_decoding_matches_the_whole(name: str, device: torch.device) -> None:
+def test_decoding_matches_the_full_forward(name: str, device: torch.device) -> None:
     layer, x = make_layer(**SETTINGS[name]).to(device).eval(), make_input(device)
     with torch.no_grad():
         cache = layer.init_cache(2, SEQLEN)
@@ -265,7 +265,7 @@ def test_decoding_matches_the_whole(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize('dtype', [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_half_types(dtype: torch.dtype, device: torch.device) -> None:
-    """Under autocast: no further from float32 than the composition, with twice its error."""
+    """Under autocast the error relative to float32 is at most twice that of the composition."""
     layer, x = make_layer(**MERGED).to(device), make_input(device)
     expected, _ = run(layer, x)
     errors = []

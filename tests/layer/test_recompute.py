@@ -54,7 +54,7 @@ INPUTS: dict[str, dict[str, Tensor]] = {
 
 
 def make_layers(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[SparseAttention, SparseAttention]:
-    """One that keeps everything, and one of the same weights that recomputes."""
+    """Return a layer that saves everything, and one with the same weights that recomputes."""
     layers = []
     for recompute in (False, True):
         torch.manual_seed(0)
@@ -67,7 +67,7 @@ def make_layers(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Sp
 
 
 def run(layer: SparseAttention, x: Tensor, compiled: Any = None, **inputs: Any) -> list[Tensor]:
-    """Output and gradients of the layer, or of what it was compiled to."""
+    """Return output and gradients of the layer, or of its compiled form."""
     x = x.clone().requires_grad_()
     out = (layer if compiled is None else compiled)(x, **inputs)
     leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
@@ -84,7 +84,7 @@ def assert_same_bits(layers: tuple[SparseAttention, SparseAttention], x: Tensor,
 
 @pytest.mark.parametrize(('name', 'backend'), [('default', 'auto'), ('default', 'triton'), ('learned rotary', 'auto')])
 def test_parameters_that_have_other_values_by_then(name: str, backend: str, device: torch.device) -> None:
-    """Of a functional call, whose parameters are those of the call in the backward pass too."""
+    """The backward pass uses the parameters of a functional call, which the module no longer has."""
     layers, x = make_layers(**SETTINGS[name], backend=backend), torch.randn(2, 17, DIM).to(device)
     gradients = []
     for layer in layers:
@@ -209,7 +209,7 @@ def test_compiles(backend: str, device: torch.device) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """How often each registered op of the package is called."""
+    """Count the calls of each registered op of the package."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,15 +223,15 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.full
-def test_blocks_are_chosen_once(device: torch.device) -> None:
-    # The second makes k again too.
+def test_blocks_are_selected_once(device: torch.device) -> None:
+    # The second layer recomputes k too.
     for layer, times, again in zip(make_layers(backend='triton'), (1, 2), (1, 2), strict=True):
         with Calls() as calls:
             run(layer.to(device), torch.randn(1, 9, DIM).to(device))
         assert calls.counts['select_blocks'] == 1
         assert calls.counts['selected_attention'] == times
         assert calls.counts['interval_attention'] == 2 * times
-        # q and k, what is recomputed of them, and their gradients
+        # q and k, their recomputed forms, and their gradients
         assert calls.counts['rotary'] == 2 + again
         assert calls.counts['add_gradients'] == 2
 
@@ -254,7 +254,7 @@ def test_without_gradients_nothing_is_recomputed(device: torch.device) -> None:
 
 
 class Kept(TorchDispatchMode):
-    """Storages that operations return, those with this in their name, and which of them are there still."""
+    """Track storages that operations return, those with this name in the op, and which of them still exist."""
 
     def __init__(self, name: str = '') -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Kept(TorchDispatchMode):
         return result
 
     def bytes(self, *others: Tensor) -> int:
-        """Of what is there, but for the storages of others."""
+        """Return the bytes of the existing storages, without the given ones."""
         left_out = {t.untyped_storage()._cdata for t in others}
         return sum(
             size for key, (storage, size) in self.storages.items() if key not in left_out and not storage.expired()
@@ -278,7 +278,9 @@ class Kept(TorchDispatchMode):
 
 
 def bytes_of_dense(layer: SparseAttention, x: Tensor) -> int:
-    """What a dense layer with FlashAttention keeps: its input, q, k, v, the output and its log-sum-exp."""
+    """Return the bytes that a dense layer with FlashAttention saves: its input, q, k, v, the output and its
+    log-sum-exp.
+    """
     features = layer.heads * (layer.dim_head + layer.dim_value_head)
     features += layer.kv_heads * (layer.dim_head + layer.dim_value_head)
     tokens = x.shape[0] * x.shape[1]
@@ -303,11 +305,11 @@ def test_bytes_kept_for_the_backward_pass(
     with Kept() as kept:
         out = layer(x)
     gc.collect()
-    # The input is among what is seen, as a view.
+    # The input is among the tracked tensors, as a view.
     ratio = kept.bytes(out, *layer.parameters()) / bytes_of_dense(layer, x)
     print(f'{ratio:.2f} times what a dense layer keeps')
     assert ratio <= limit
-    assert ratio > limit - 1  # or not everything was seen
+    assert ratio > limit - 1  # otherwise tensors were missed
 
 
 ROTARY, SIZE_OF_Q, SIZE_OF_K = 'native_sparse_attention::rotary', 9 * 4 * 6 * 4, 9 * 2 * 6 * 4
@@ -349,12 +351,12 @@ def test_hooks_of_others_are_not_hidden(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('recompute', [False, True])
-def test_what_is_kept_goes_with_the_output(recompute: bool, device: torch.device) -> None:
-    """Without a collection: nothing that is saved refers to what saves it."""
+def test_saved_tensors_are_freed_with_the_output(recompute: bool, device: torch.device) -> None:
+    """Saved tensors are freed with the output, without a garbage collection: nothing saved refers to its owner."""
     layer, x = make_layers(backend='triton')[recompute].to(device), torch.randn(1, 9, DIM).to(device)
     with Kept() as kept:
         out = layer(x)
-    gc.collect()  # what the interpreter of kernels leaves
+    gc.collect()  # garbage of the interpreter
     gc.disable()
     try:
         assert kept.bytes(x, *layer.parameters()) > out.nbytes
@@ -364,7 +366,7 @@ def test_what_is_kept_goes_with_the_output(recompute: bool, device: torch.device
         gc.enable()
 
 
-def test_what_is_kept_is_not_changed_unseen(device: torch.device) -> None:
+def test_changed_saved_tensors_are_detected(device: torch.device) -> None:
     layer, x = make_layers(backend='triton')[0].to(device), torch.randn(1, 9, DIM).to(device)
     projected: list[Tensor] = []
     layer.to_qkv.register_forward_hook(lambda *args: projected.append(args[2].detach()))
@@ -406,6 +408,6 @@ SIZES_OF_MODEL: dict[str, Any] = {
 }
 
 
-def test_what_is_no_bool_is_refused() -> None:
+def test_non_bool_flags_are_refused() -> None:
     with pytest.raises(ValueError, match="recompute is 'yes', but must be True or False"):
         SparseAttention(**SIZES, recompute='yes')  # type: ignore[arg-type]

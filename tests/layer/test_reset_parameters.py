@@ -20,7 +20,7 @@ from tests.layer.test_pairs import SPARSE
 
 
 def reset(module: nn.Module) -> None:
-    """As users of FSDP do."""
+    """Reset all modules, as users of FSDP do."""
     for each in module.modules():
         if hasattr(each, 'reset_parameters'):
             each.reset_parameters()  # type: ignore[operator]
@@ -103,7 +103,7 @@ def test_dense_models(changes: dict[str, Any]) -> None:
 
 
 def test_a_reset_starts_dense_and_sparse_models_alike() -> None:
-    """Whatever networks and gates the sparse model has, which draw last."""
+    """Networks and gates of the sparse model draw last, so any of them leave the other weights equal."""
     settings = {
         'compress_mlp': nn.Sequential(nn.Flatten(-2), nn.Linear(32, 8)),
         'strategy_combine_mlp': nn.Sequential(nn.Linear(24, 5), nn.Linear(5, 12)),
@@ -168,7 +168,7 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.filterwarnings('ignore:DTensor random operators')
 @pytest.mark.parametrize('settings', LAYERS.values(), ids=LAYERS)
 def test_sharded_models(settings: dict[str, Any], mesh: Any) -> None:
-    """Fixed starts of sharded parameters; the random ones are up to the sharding."""
+    """Fixed starts of sharded parameters are checked; random ones depend on the sharding."""
     from torch.distributed.fsdp import fully_shard
 
     new = make_model(settings=settings, tie_embeddings=True)

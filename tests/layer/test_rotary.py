@@ -1,4 +1,4 @@
-"""Rotary angles: those of the library, float32 whatever the layer is, learned and partial ones too."""
+"""Rotary angles equal those of the library, in float32 for every dtype of the layer, also learned and partial ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_xpos_is_refused() -> None:
 
 
 def permuted(layer: SparseAttention, num_angles: int) -> SparseAttention:
-    """The layer with neighbours as pairs that equals a layer with halves, by permuted features of q and k."""
+    """Return the layer with neighbouring pairs that equals one with layout 'half', by permuted features of q and k."""
     twin = deepcopy(layer)
     assert twin.rotary is not None
     twin.rotary.layout = 'interleaved'
@@ -82,7 +82,9 @@ def permuted(layer: SparseAttention, num_angles: int) -> SparseAttention:
     ('num_angles', 'settings'), [(3, {}), (2, {'recompute': True}), (2, {'merge_window': True})], ids=str
 )
 def test_halves(num_angles: int, settings: dict[str, Any], backend: str, device: torch.device) -> None:
-    """A layer with halves is one with neighbours of permuted features, with its gradients, and decodes what it is."""
+    """A layer with layout 'half' equals one with neighbouring pairs of permuted features, gradients and decoding
+    included.
+    """
     emb = RotaryEmbedding(2 * num_angles, custom_freqs=torch.tensor([1.0, 0.3, 0.02])[:num_angles])
     options = {'rotary_emb': emb, 'compress_mlp': (MeanPool(), MeanPool()), 'dim_value_head': 4, **settings}
     layer = make_layer(**options, rotary_layout='half', backend=backend).float().to(device)

@@ -125,7 +125,7 @@ def test_state_dicts_of_earlier_versions_load(assign: bool, dtype: torch.dtype) 
     held = frequencies(layer)
     layer.load_state_dict({**layer.state_dict(), OLD_KEY: loaded.to(dtype)}, assign=assign)
     assert frequencies(layer).equal(loaded)
-    assert frequencies(layer) is held  # captured graphs read it where it is
+    assert frequencies(layer) is held  # captured graphs hold its address
     layer.load_state_dict(layer.state_dict())
     assert frequencies(layer).equal(loaded)
 
@@ -155,7 +155,7 @@ def test_an_instance_without_values() -> None:
 
 
 def sharding(kind: str, dtype: torch.dtype, mesh: Any) -> Callable[..., Any]:
-    """What shards a module with weights cast to the dtype for the forward."""
+    """Shard a module, with weights cast to the dtype for the forward."""
     fsdp = pytest.importorskip('torch.distributed.fsdp')
     if kind == 'FSDP2':
         return lambda m: fsdp.fully_shard(m, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype))

@@ -28,7 +28,7 @@ def make(**settings: Any) -> SparseAttention:
         return SparseAttention(**SIZES | settings)
 
 
-# Settings of one layer and of another, with the part of the error that names what differs.
+# Settings of one layer and of another, with the part of the error that names the difference.
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     'forced first blocks': ({}, {'num_init_blocks': 2}, 'num_init_blocks is 2, but must be 1'),
     'forced local blocks': ({'num_local_blocks': 0}, {}, 'num_local_blocks is 2, but must be 0'),
@@ -125,7 +125,7 @@ def test_settings_survive_copies(copy: Any) -> None:
 
 
 def test_state_dicts_without_settings_load() -> None:
-    """Those of earlier versions, of formats without metadata, and of a user who knows better."""
+    """State dicts of earlier versions, of formats without metadata, and copies as plain dicts."""
     layer, state = make(num_init_blocks=2), make().state_dict()
     assert not any('settings' in key for key in state)
     old: Any = deepcopy(state)

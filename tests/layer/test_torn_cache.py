@@ -21,7 +21,7 @@ MASK = torch.arange(40) < torch.tensor([40, 31])[:, None]
 
 
 class Interrupted(BaseException):
-    """As Ctrl-C is, no `Exception`."""
+    """Like KeyboardInterrupt, no subclass of `Exception`."""
 
 
 def interrupt(*args: Any) -> None:
@@ -33,7 +33,7 @@ def make(sparse: bool) -> Transformer:
 
 
 def places(model: Transformer) -> dict[str, nn.Module]:
-    """Modules that run before and after the append of the first and of the last layer, and at the end."""
+    """Return modules that run before and after the append of the first and of the last layer, and at the end."""
     first, *_, last = model.blocks
     return {
         'first norm': first.attention.norm,
@@ -108,7 +108,7 @@ def test_a_chunk_that_fails_takes_all_chunks_back() -> None:
 
 
 def tear(model: Transformer, max_rollback: int = 2) -> ModelCache:
-    """A cache of 11 tokens whose first layers have 8 more, which max_rollback does not allow to take back."""
+    """Return a cache of 11 tokens whose first layers have 8 more, which max_rollback does not allow to remove."""
     cache = model.init_cache(2, 64, max_rollback=max_rollback)
     model(make_ids(2, 11), cache=cache)
     for layer, block in zip(cache[:2], model.blocks, strict=False):
@@ -159,7 +159,7 @@ def test_a_crop_by_row_of_one_layer_is_noticed(sparse: bool, number: int) -> Non
 
 
 def test_a_call_that_cannot_be_taken_back_tears_the_cache() -> None:
-    """Rings of 2 tokens more than a block, and 8 tokens: too few to copy rings, too many to take back."""
+    """Rings hold 2 tokens more than a block, and the call has 8 tokens: too few to copy rings, too many to remove."""
     model = make(True)
     cache = model.init_cache(2, 64, max_rollback=2)
     model(make_ids(2, 11), cache=cache)
@@ -293,7 +293,7 @@ def interrupt_with(*args: Any, **options: Any) -> Tensor:
 
 @KINDS
 def test_the_checks_read_nothing_from_the_device(sparse: bool) -> None:
-    """Tensors without content, of which every read raises."""
+    """Tensors have no content, so every read would raise."""
     model = make(sparse).to('meta')
     cache = model.init_cache(2, 64)
     for count in (9, 1, 40, 1):

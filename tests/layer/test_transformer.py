@@ -1,4 +1,4 @@
-"""The language model: dense = sparse but for the attention, cached = whole, generation, loss."""
+"""The language model: dense and sparse models differ in attention alone; cached = full forward; generation; loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPARSE: dict[str, Any] = {
 
 
 def make_model(sparse: bool, **changes: Any) -> Transformer:
-    """A float64 model none of whose parameters is zero, so that every part shows in the output."""
+    """Return a float64 model without zero parameters, so that every part shows in the output."""
     torch.manual_seed(0)
     defaults: dict[str, Any] = {
         'dim': 24,
@@ -43,7 +43,7 @@ def make_model(sparse: bool, **changes: Any) -> Transformer:
     model = Transformer(VOCABULARY, use_sparse_attn=sparse, **(defaults | changes)).double()
     for parameter in trained(model).values():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    return model.eval()  # in which a cache is taken
+    return model.eval()  # caches need evaluation mode
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -55,7 +55,7 @@ def make_ids(*shape: int, seed: int = 0) -> Tensor:
 
 
 def pad(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """ids `[B, T]` with -100 at padding, and the mask of the real tokens."""
+    """Return ids `[B, T]` with -100 at padding, and the mask of the real tokens."""
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), -100)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -138,7 +138,7 @@ def test_future_tokens_change_nothing(sparse):
 @KINDS
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_steps_equal_chunks_equal_whole(sparse, data):
+def test_steps_and_chunks_equal_one_call(sparse, data):
     model = make_model(sparse)
     length = data.draw(st.integers(1, 40), label='length')
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4), label='cuts'))

@@ -49,7 +49,7 @@ def frequencies(tokens: Tensor) -> Tensor:
 
 
 def assert_drawn_from(probs: Tensor, tokens: Tensor) -> None:
-    """Every frequency lies within five standard deviations of its probability."""
+    """Assert that every frequency lies within five standard deviations of its probability."""
     deviation = (probs * (1 - probs) / tokens.numel()).sqrt()
     assert ((frequencies(tokens) - probs).abs() <= 5 * deviation).all()
 

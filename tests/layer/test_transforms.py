@@ -68,7 +68,7 @@ def test_vmap(make: Callable[..., nn.Module], settings: dict[str, Any]) -> None:
 
 
 def test_vmap_of_padded_and_packed_rows() -> None:
-    """No value is read of a mask that differs between the rows."""
+    """No value is read from a mask that differs between the rows."""
     layer, x = make_layer(), tokens(3)
     mask = torch.arange(13) >= torch.tensor([[0], [5], [9]])
     for given in (mask, mask.int()):

@@ -1,6 +1,6 @@
 """Every network φ under hooks, adapters, pruning, parametrisations, tensor subclasses, transforms, sharding and copies.
 
-Each is compared with the same network called as a module: within a module that the package does not know.
+Each is compared with the same network inside a module that the package does not know, and so calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def seed() -> None:
 
 
 class Called(nn.Module):
-    """A network that nothing goes around."""
+    """Wraps a network so that it is called as a module."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def make_networks(make: Callable[..., nn.Module]) -> Networks:
 
 
 def make_pair(networks: Networks) -> tuple[SparseAttention, SparseAttention]:
-    """A layer with the networks, and one that calls them; they share the weights of the networks."""
+    """Return a layer with the networks, and one that calls them; they share the weights of the networks."""
     return make_layer(networks), make_layer((Called(networks[0]), Called(networks[1])))
 
 
@@ -94,7 +94,7 @@ def tokens(batch: int = 2) -> Tensor:
 
 
 def decode(layer: SparseAttention, x: Tensor, call: Callable[..., Tensor] | None = None) -> Tensor:
-    """A prompt of 6 tokens, then one token at a time. call: what is called with the layer's arguments, default it."""
+    """Decode a prompt of 6 tokens, then one token at a time. call: takes the layer's arguments; default the layer."""
     cache, outs = layer.init_cache(len(x), SEQLEN, dtype=x.dtype), []
     with torch.no_grad():
         for part in x.split((6, *(1,) * (SEQLEN - 6)), dim=1):
@@ -105,9 +105,8 @@ def decode(layer: SparseAttention, x: Tensor, call: Callable[..., Tensor] | None
 def results(
     layer: Any, x: Tensor, call: Callable[..., Tensor] | None = None, weights: Iterable[Tensor] | None = None
 ) -> Results:
-    """The output, what decoding gives, and gradients of the input and the weights, default those of the layer.
-
-    call: as in `decode`.
+    """Return the output, the result of decoding, and gradients of the input and the weights, default those of the
+    layer. call: as in `decode`.
     """
     layer.eval()  # spectral norms change with every call in training mode
     x = x.detach().requires_grad_()
@@ -130,7 +129,7 @@ def assert_same(found: Results, expected: Results) -> None:
 
 
 def leaves_of(network: nn.Module) -> list[nn.Module]:
-    """The modules with a matrix."""
+    """Return the modules with a matrix."""
     weights = [(m, getattr(m, 'weight', None)) for m in network.modules()]
     return [m for m, weight in weights if isinstance(weight, Tensor) and weight.dim() > 1]
 
@@ -171,7 +170,7 @@ def with_another_forward(network: nn.Module) -> None:
 
 
 class Adapted(nn.Module):
-    """An adapter of a network, for those that peft has none for."""
+    """An adapter of a network for which peft has none."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -242,7 +241,7 @@ def with_buffers(network: nn.Module) -> None:
 
 
 def with_plain_tensors(network: nn.Module) -> None:
-    """As FSDP1 and replicas of DataParallel have them: attributes instead of parameters."""
+    """Replace parameters by attributes, as FSDP1 and replicas of DataParallel do."""
     for module in leaves_of(network):
         for name, parameter in dict(module.named_parameters(recurse=False)).items():
             delattr(module, name)
@@ -271,7 +270,7 @@ def of_called(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def by_functional_call(networks: Networks, x: Tensor) -> tuple[Results, Results]:
-    """With other weights than those of the layer."""
+    """Call with other weights than those of the layer."""
     layer, called = make_pair(networks)
     weights = {name: torch.randn_like(p).requires_grad_() for name, p in layer.named_parameters()}
 
@@ -285,7 +284,7 @@ def by_functional_call(networks: Networks, x: Tensor) -> tuple[Results, Results]
 
 
 def by_vmap(networks: Networks, x: Tensor) -> tuple[Results, Results]:
-    """Over rows, and over an ensemble of weights with its gradients. A cache, which is written in place, refuses."""
+    """Map over rows, and over an ensemble of weights with its gradients. Caches, which change in place, refuse."""
     layer, called = make_pair(networks)
     found: Results = [torch.vmap(lambda row: layer(row[None])[0])(x)]
     expected: Results = [called(x)]
@@ -452,7 +451,7 @@ def test_quantised_layers(make: Callable[..., nn.Module], config: Any) -> None:
 
 
 def test_projections_with_adapters_and_hooks_under_autocast() -> None:
-    """They get the input that they would get as modules: float32."""
+    """Adapters and hooks get the float32 input that a call of the module gives them."""
     layer, seen = make_layer(make_networks(NETWORKS['mlp'])).float(), []
     layer.to_strategy_combine.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=['to_qkv']), layer)
@@ -465,7 +464,7 @@ def test_projections_with_adapters_and_hooks_under_autocast() -> None:
 
 
 class Packed(nn.Module):
-    """A linear layer whose `weight` is a method, as those of torch.ao.quantization are."""
+    """A linear layer whose `weight` is a method, as in torch.ao.quantization."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -479,7 +478,7 @@ class Packed(nn.Module):
 
 
 def stored_in_float32(linear: nn.Linear) -> nn.Linear:
-    """Its weight is cast for each call by hooks."""
+    """Hooks cast the weight for each call."""
     linear.float().register_forward_pre_hook(lambda module, args: module.double() and None)
     linear.register_forward_hook(lambda module, args, out: module.float() and None)
     return linear

@@ -1,4 +1,4 @@
-"""What holds for the compressed, the selected and the window attention alike."""
+"""Properties that the compressed, the selected and the window attention share."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def window(extents: Extents, q: Tensor, k: Tensor, v: Tensor, causal: bool = Tru
 
 @dataclass(frozen=True)
 class Attention:
-    """An op with settled sizes: how to make its inputs, call it, and count its keys among `tokens` tokens."""
+    """An op with fixed sizes: how to make its inputs, call it, and count its keys among `tokens` tokens."""
 
     make_inputs: Callable[[Extents, Heads], Tensors]
     attend: Callable[..., tuple[Tensor, Tensor]]
@@ -88,7 +88,7 @@ both_ways = pytest.mark.parametrize('causal', [True, False])
 
 
 def cut(tensors: Tensors, queries: slice, keys: slice) -> Tensors:
-    """Some of the queries and some of the keys."""
+    """Return some of the queries and some of the keys."""
     return {name: t[:, queries if name in QUERY_SIDE else keys] for name, t in tensors.items()}
 
 
@@ -181,7 +181,7 @@ def cut_results(outputs: dict[str, Tensor], queries: slice, keys: slice) -> dict
 
 @every_attention
 @both_ways
-def test_chunks_of_queries_are_the_whole(causal: bool, attention: Attention) -> None:
+def test_chunks_of_queries_equal_one_call(causal: bool, attention: Attention) -> None:
     tensors = attention.make_inputs(whole(23), HEADS)
     out, lse = attention.attend(whole(23), **tensors, causal=causal)
     for start, stop in itertools.pairwise([0, 1, 2, 9, 22, 23]):
@@ -253,7 +253,7 @@ def test_non_finite_keys_reach_their_readers_only(names: str, poison: float, att
     for name in names:
         poisoned[name][:, key, 0] *= poison
     outputs, same = (results(attention, whole(24), t, grads) for t in (tensors, poisoned))
-    # The key belongs to the first kv head. A query reads it where its value changes what the query makes of it.
+    # The key belongs to the first KV head. A query reads it where its value changes the output of the query.
     moved = {name: t.clone() for name, t in tensors.items()}
     moved['v'][:, key, 0] += 1
     reads = (attention.attend(whole(24), **moved)[0] != outputs['out0']).any(-1)
@@ -316,7 +316,7 @@ def test_strides_change_nothing(layout: str, causal: bool, attention: Attention)
 def test_large_logits(logit: float, dtype: torch.dtype, attention: Attention) -> None:
     tensors = attention.make_inputs(whole(20), HEADS)
     tensors |= {name: t / t.norm(dim=-1, keepdim=True) * 6e4**0.5 for name, t in tensors.items() if name in 'qk'}
-    # One key that every query agrees with, or is opposed to.
+    # One key that is parallel or opposite to every query.
     tensors['q'] = tensors['q'].abs() * (1 if logit > 0 else -1)
     tensors['k'][:, 0] = tensors['k'][:, 0].abs()
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}

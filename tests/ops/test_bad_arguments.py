@@ -1,5 +1,5 @@
-"""Bad arguments: a ValueError of one line that names the argument, the value and the rule, before anything runs; and
-beside each of them what is like it and allowed.
+"""Bad arguments raise a ValueError of one line with argument, value and rule before anything runs; similar valid ones
+are allowed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from native_sparse_attention.ops import (
 OPS: dict[str, Callable[..., Any]] = {
     'window': window_attention,
     'compressed': compressed_attention,
-    'choice': select_blocks,
+    'selection': select_blocks,
     'scores': chosen_scores,
     'straight through': straight_through_scale,
     'selected': selected_attention,
@@ -34,10 +34,10 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 ALL = tuple(OPS)
 OF_TOKENS = ('window', 'selected', 'nsa')
-CHOICES = ('choice', 'scores', 'straight through')
-OF_BLOCKS = ('compressed', *CHOICES)
+SELECTIONS = ('selection', 'scores', 'straight through')
+OF_BLOCKS = ('compressed', *SELECTIONS)
 Changes = dict[str, Any]
-# Names of ops, what they refuse, how they say so, and what they take. Calls have two rows of six tokens.
+# Names of ops, refused arguments, parts of the errors, and valid arguments. Calls have two rows of six tokens.
 Case = tuple[tuple[str, ...], Changes, str, Changes]
 
 
@@ -54,14 +54,14 @@ nan, inf = float('nan'), float('inf')
 
 
 def arguments(op: str, rows: int = 2) -> Changes:
-    """The smallest good call."""
+    """Return the smallest valid call."""
     sizes = {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4}
     scored = {'q': q, 'k_cmp': k_cmp, 'lse': lse, **sizes}
     compressed = {'k_cmp': k_cmp, 'v_cmp': v_cmp}
     calls: dict[str, Changes] = {
         'window': {'q': q, 'k': k, 'v': v, 'window_size': (2, 0)},
         'compressed': {'q': q, **compressed, 'block_size': 4, 'stride': 2},
-        'choice': {**scored, 'num_selected': 2},
+        'selection': {**scored, 'num_selected': 2},
         'scores': {**scored, 'block_indices': indices},
         'straight through': {**scored, 'block_indices': indices, 'num_init': 1, 'num_local': 1},
         'selected': {'q': q, 'k': k, 'v': v, 'block_indices': indices, 'block_size': 4},
@@ -108,10 +108,10 @@ TENSORS: dict[str, Case] = {
     'too few k_cmp': (OF_BLOCKS[1:], {'k_cmp': k[:, :1]}, 'k_cmp has 1 compressed blocks, but seqlen_k = 6 makes 2', {'k_cmp': k[:, :3]}),
     'v_cmp of 1 block': (('compressed', 'nsa'), {'v_cmp': v[:, :1]}, r'v_cmp has shape \(2, 1, 2, 3\), but must be \(2, 2, 2\)', {'v_cmp': v_cmp}),
     'v_cmp of head size 4': (('nsa',), {'v_cmp': k_cmp}, 'v_cmp has head size 4, but v has 3', {'v_cmp': v_cmp}),
-    'lse of 5 queries': (CHOICES, {'lse': lse[..., :5]}, r'lse has shape \(2, 4, 5\), but must have \(2, 4, 6\)', {'lse': lse}),
-    'lse of integers': (CHOICES, {'lse': lse.long()}, 'lse has dtype torch.int64, but must be', {'lse': lse.double()}),
-    'lse elsewhere': (CHOICES, {'lse': lse.to('meta')}, 'lse is on meta, but q is on cpu', {'lse': lse}),
-    'no lse': (CHOICES, {'lse': None}, 'lse is a NoneType, but must be a tensor', {'lse': lse}),
+    'lse of 5 queries': (SELECTIONS, {'lse': lse[..., :5]}, r'lse has shape \(2, 4, 5\), but must have \(2, 4, 6\)', {'lse': lse}),
+    'lse of integers': (SELECTIONS, {'lse': lse.long()}, 'lse has dtype torch.int64, but must be', {'lse': lse.double()}),
+    'lse elsewhere': (SELECTIONS, {'lse': lse.to('meta')}, 'lse is on meta, but q is on cpu', {'lse': lse}),
+    'no lse': (SELECTIONS, {'lse': None}, 'lse is a NoneType, but must be a tensor', {'lse': lse}),
     'q_cmp of 5 tokens': (('nsa',), {'q_cmp': q[:, :5]}, r'q_cmp has shape \(2, 5, 4, 4\), but must have \(2, 6, 4, 4\)', {'q_cmp': q}),
     'k_window alone': (('nsa',), {'k_window': k}, 'k_window and v_window must be given together', {'k_window': k, 'v_window': v}),
     'k_window of 5 tokens': (('nsa',), {'k_window': k[:, :5], 'v_window': v}, r'k_window has shape \(2, 5, 2, 4\), but must have', {'k_window': k, 'v_window': v}),
@@ -204,20 +204,20 @@ SETTINGS: dict[str, Case] = {
     'blocks of 4.0 tokens': (('compressed', 'selected'), {'block_size': 4.0}, 'block_size is 4.0, but must be an integer', {'block_size': 5}),
     'a stride of 0': (('compressed',), {'stride': 0}, 'stride is 0, but must be an integer of at least 1', {'stride': 3}),
     'a stride of 5': (('compressed',), {'stride': 5}, 'stride is 5, but must be at most block_size, 4', {'stride': 4}),
-    'a compress_stride of 5': ((*CHOICES, 'nsa'), {'compress_stride': 5}, 'compress_stride is 5, but must be at most compress_block_size, 4', {'compress_stride': 4}),
-    'a compress_block_size of 0': ((*CHOICES, 'nsa'), {'compress_block_size': 0}, 'compress_block_size is 0, but must be an integer of at least 1', {'compress_block_size': 6}),
-    'selection blocks of 5': ((*CHOICES, 'nsa'), {'selection_block_size': 5}, 'selection_block_size is 5, but must be a multiple of compress_stride, 2', {'selection_block_size': 6}),
-    'selection blocks of None': ((*CHOICES, 'nsa'), {'selection_block_size': None}, 'selection_block_size is None, but must be an integer', {'selection_block_size': 4}),
-    'selection blocks of 0': ((*CHOICES, 'nsa'), {'selection_block_size': 0}, 'selection_block_size is 0, but must be an integer', {'selection_block_size': 2}),
-    '-1 blocks': (('choice', 'nsa'), {'num_selected': -1}, 'num_selected is -1, but must be an integer of at least 0', {'num_selected': 0}),
-    '2.0 blocks': (('choice', 'nsa'), {'num_selected': 2.0}, 'num_selected is 2.0, but must be an integer', {'num_selected': 9}),
-    'True blocks': (('choice', 'nsa'), {'num_selected': True}, 'num_selected is True, but must be an integer', {'num_selected': 1}),
-    '-1 first blocks': ((*CHOICES[::2], 'nsa'), {'num_init': -1}, 'num_init is -1, but must be an integer of at least 0', {'num_init': 0}),
-    '-1 own blocks': ((*CHOICES[::2], 'nsa'), {'num_local': -1}, 'num_local is -1, but must be an integer of at least 0', {'num_local': 0}),
+    'a compress_stride of 5': ((*SELECTIONS, 'nsa'), {'compress_stride': 5}, 'compress_stride is 5, but must be at most compress_block_size, 4', {'compress_stride': 4}),
+    'a compress_block_size of 0': ((*SELECTIONS, 'nsa'), {'compress_block_size': 0}, 'compress_block_size is 0, but must be an integer of at least 1', {'compress_block_size': 6}),
+    'selection blocks of 5': ((*SELECTIONS, 'nsa'), {'selection_block_size': 5}, 'selection_block_size is 5, but must be a multiple of compress_stride, 2', {'selection_block_size': 6}),
+    'selection blocks of None': ((*SELECTIONS, 'nsa'), {'selection_block_size': None}, 'selection_block_size is None, but must be an integer', {'selection_block_size': 4}),
+    'selection blocks of 0': ((*SELECTIONS, 'nsa'), {'selection_block_size': 0}, 'selection_block_size is 0, but must be an integer', {'selection_block_size': 2}),
+    '-1 blocks': (('selection', 'nsa'), {'num_selected': -1}, 'num_selected is -1, but must be an integer of at least 0', {'num_selected': 0}),
+    '2.0 blocks': (('selection', 'nsa'), {'num_selected': 2.0}, 'num_selected is 2.0, but must be an integer', {'num_selected': 9}),
+    'True blocks': (('selection', 'nsa'), {'num_selected': True}, 'num_selected is True, but must be an integer', {'num_selected': 1}),
+    '-1 first blocks': ((*SELECTIONS[::2], 'nsa'), {'num_init': -1}, 'num_init is -1, but must be an integer of at least 0', {'num_init': 0}),
+    '-1 own blocks': ((*SELECTIONS[::2], 'nsa'), {'num_local': -1}, 'num_local is -1, but must be an integer of at least 0', {'num_local': 0}),
     'windows to the right': (('window', 'nsa'), {'window_size': (3, 1)}, r'window_size is \(3, 1\), but right must be 0 \(or -1\) where causal', {'window_size': (3, 1), 'causal': False}),
     'causal in words': (ALL, {'causal': 'no'}, r"causal is 'no', but must be True or False", {'causal': True}),
     'causal as a number': (ALL, {'causal': 1}, r'causal is 1, but must be True or False', {'causal': True}),
-    'share_group in words': (('choice', 'nsa'), {'share_group': 'no'}, r"share_group is 'no', but must be True or False", {'share_group': True}),
+    'share_group in words': (('selection', 'nsa'), {'share_group': 'no'}, r"share_group is 'no', but must be True or False", {'share_group': True}),
     'no use_diff_topk': (('nsa',), {'use_diff_topk': None}, r'use_diff_topk is None, but must be True or False', {'use_diff_topk': True}),
     'a window of -2': (('window', 'nsa'), {'window_size': (-2, 0)}, r'window_size is \(-2, 0\), but must be \(left, right\), integers of at', {'window_size': (-1, -1)}),
     'a window of one side': (('window', 'nsa'), {'window_size': (3,)}, r'window_size is \(3,\), but must be \(left, right\)', {'window_size': [3, 0]}),
@@ -225,22 +225,22 @@ SETTINGS: dict[str, Case] = {
     'a window of 2.5': (('window', 'nsa'), {'window_size': (2.5, 0)}, r'window_size is \(2.5, 0\), but must be', {'window_size': (10**9, 0)}),
 }  # fmt: skip
 
-CHOSEN: dict[str, Case] = {
-    'a choice of floats': (CHOICES[1:] + OF_TOKENS[1:], {'block_indices': indices.float()}, 'block_indices has dtype torch.float32, but must be int32 or int64', {'block_indices': indices.long()}),
-    'a choice of truths': (CHOICES[1:] + OF_TOKENS[1:], {'block_indices': indices == 0}, 'block_indices has dtype torch.bool, but must be int32', {'block_indices': indices - 9}),
-    'a choice as a list': (CHOICES[1:] + OF_TOKENS[1:], {'block_indices': [0]}, 'block_indices is a list, but must be a tensor', {'block_indices': indices}),
-    'a choice of 3 heads': (CHOICES[1:] + OF_TOKENS[1:], {'block_indices': indices[:, :, [0] * 3]}, r'block_indices has shape \(2, 6, 3, 2\), but must have \(2, 6, 2 or', {'block_indices': indices[:, :, [0] * 4]}),
-    'a choice of 5 queries': (CHOICES[1:] + OF_TOKENS[1:], {'block_indices': indices[:, :5]}, r'block_indices has shape \(2, 5, 2, 2\), but must have', {'block_indices': indices[..., :1].expand_as(indices)}),
-    'a choice of 3 dimensions': (CHOICES[1:] + OF_TOKENS[1:], {'block_indices': counts}, r'block_indices has shape \(2, 6, 2\), but must have', {'block_indices': counts[..., None].expand_as(indices)}),
-    'a choice elsewhere': (CHOICES[1:] + OF_TOKENS[1:], {'block_indices': indices.to('meta')}, 'block_indices is on meta, but q is on cpu', {}),
+SELECTED: dict[str, Case] = {
+    'a selection of floats': (SELECTIONS[1:] + OF_TOKENS[1:], {'block_indices': indices.float()}, 'block_indices has dtype torch.float32, but must be int32 or int64', {'block_indices': indices.long()}),
+    'a selection of truths': (SELECTIONS[1:] + OF_TOKENS[1:], {'block_indices': indices == 0}, 'block_indices has dtype torch.bool, but must be int32', {'block_indices': indices - 9}),
+    'a selection as a list': (SELECTIONS[1:] + OF_TOKENS[1:], {'block_indices': [0]}, 'block_indices is a list, but must be a tensor', {'block_indices': indices}),
+    'a selection of 3 heads': (SELECTIONS[1:] + OF_TOKENS[1:], {'block_indices': indices[:, :, [0] * 3]}, r'block_indices has shape \(2, 6, 3, 2\), but must have \(2, 6, 2 or', {'block_indices': indices[:, :, [0] * 4]}),
+    'a selection of 5 queries': (SELECTIONS[1:] + OF_TOKENS[1:], {'block_indices': indices[:, :5]}, r'block_indices has shape \(2, 5, 2, 2\), but must have', {'block_indices': indices[..., :1].expand_as(indices)}),
+    'a selection of 3 dimensions': (SELECTIONS[1:] + OF_TOKENS[1:], {'block_indices': counts}, r'block_indices has shape \(2, 6, 2\), but must have', {'block_indices': counts[..., None].expand_as(indices)}),
+    'a selection elsewhere': (SELECTIONS[1:] + OF_TOKENS[1:], {'block_indices': indices.to('meta')}, 'block_indices is on meta, but q is on cpu', {}),
     'a scale of 1 block': (('selected',), {'block_scale': torch.ones(2, 6, 2, 1)}, r'block_scale has shape \(2, 6, 2, 1\), but block_indices has \(2, 6, 2, 2\)', {'block_scale': torch.ones(2, 6, 2, 1).expand_as(indices)}),
     'a scale of integers': (('selected',), {'block_scale': indices}, 'block_scale has dtype torch.int32, but must be', {'block_scale': indices.bfloat16()}),
     'a scale elsewhere': (('selected',), {'block_scale': indices.float().to('meta')}, 'block_scale is on meta, but q is on cpu', {'block_scale': indices.float()}),
     'a scale of numbers': (('selected',), {'block_scale': 1.0}, 'block_scale is a float, but must be a tensor', {'block_scale': None}),
-    'a count of 1.5': (('choice', *OF_TOKENS[1:]), {'block_counts': 1.5}, 'block_counts is 1.5, but must be an int, an integer tensor or None', {'block_counts': -1}),
-    'counts of floats': (('choice', *OF_TOKENS[1:]), {'block_counts': counts.float()}, 'block_counts has dtype torch.float32, but must be int32 or', {'block_counts': counts.long()}),
-    'counts of 4 heads': (('choice', *OF_TOKENS[1:]), {'block_counts': counts.repeat(1, 1, 2)}, r'block_counts has shape \(2, 6, 4\), but must have \(2, 6, 2\)', {'block_counts': counts + 9}),
-    'counts elsewhere': (('choice', *OF_TOKENS[1:]), {'block_counts': counts.to('meta')}, 'block_counts is on meta, but q is on cpu', {'block_counts': 9}),
+    'a count of 1.5': (('selection', *OF_TOKENS[1:]), {'block_counts': 1.5}, 'block_counts is 1.5, but must be an int, an integer tensor or None', {'block_counts': -1}),
+    'counts of floats': (('selection', *OF_TOKENS[1:]), {'block_counts': counts.float()}, 'block_counts has dtype torch.float32, but must be int32 or', {'block_counts': counts.long()}),
+    'counts of 4 heads': (('selection', *OF_TOKENS[1:]), {'block_counts': counts.repeat(1, 1, 2)}, r'block_counts has shape \(2, 6, 4\), but must have \(2, 6, 2\)', {'block_counts': counts + 9}),
+    'counts elsewhere': (('selection', *OF_TOKENS[1:]), {'block_counts': counts.to('meta')}, 'block_counts is on meta, but q is on cpu', {'block_counts': 9}),
     'another n than chosen': (('nsa',), {'block_indices': indices, 'num_selected': 3}, 'num_selected is 3, but must be 2 or None', {'block_indices': indices, 'num_selected': None}),
     'no n': (('nsa',), {'num_selected': None}, 'num_selected is None, but must be given', {'num_selected': None, 'gates': (gate, None, gate)}),
     'gates of 2 branches': (('nsa',), {'gates': gates[..., :2]}, r'gates has shape \(2, 6, 4, 2\), but must have \(2, 6, 4, 3\)', {'gates': gates[..., :1].expand_as(gates)}),
@@ -252,7 +252,7 @@ CHOSEN: dict[str, Case] = {
 }  # fmt: skip
 
 ATTENTIONS = ('window', 'compressed', 'selected')
-# Attentions serve gates on GPUs alone, so what is taken beside them has none.
+# Attentions take gates on GPUs alone, so valid calls have none.
 NO_GATE = {'gate': None}
 SINKS = ('window', 'compressed', 'nsa')
 FEATURES: dict[str, Case] = {
@@ -313,7 +313,7 @@ GROUPS: dict[str, tuple[dict[str, Case], int, Changes]] = {
     'packed': (PACKED, 1, {'cu_seqlens': BORDERS}),
     'segments': (SEGMENTS, 1, {'segment_ids': ids[:1]}),
     'settings': (SETTINGS, 2, {}),
-    'chosen': (CHOSEN, 2, {}),
+    'chosen': (SELECTED, 2, {}),
     'features': (FEATURES, 2, {}),
 }
 CALLS = [
@@ -330,7 +330,7 @@ def test_there_are_many_kinds() -> None:
 
 @pytest.fixture
 def nothing_runs() -> Any:
-    """Whatever starts to compute fails."""
+    """Let every computation fail."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError('runs')

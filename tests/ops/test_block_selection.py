@@ -1,4 +1,4 @@
-"""The choice of blocks: scores of equation 9, forced blocks, ties, and the differentiable scores of what was chosen."""
+"""Block selection: scores of equation 9, forced blocks, ties, and differentiable scores of selected blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JUNK = torch.tensor([-1, -2, 2**31 - 1, -(2**31), 99], dtype=torch.int32)
 def make_problem(
     extents: Extents, heads: Heads, sizes: Sizes, pairs: int = 0, **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """q, k_cmp, the log-sum-exp of their attention, and the settings that both ops take."""
+    """Return q, k_cmp, the log-sum-exp of their attention, and the settings of both ops."""
     block_size, stride, selection_block_size = sizes
     settings = {'seqlen_k': extents.seqlen_k, **settings, **extents.where}
     q, _, _ = make_qkv(extents, heads)
@@ -67,7 +67,7 @@ counts = st.integers(0, 3)
     causal=st.booleans(),
     scale=st.sampled_from([None, 0.7]),
 )
-def test_definition_of_the_choice(
+def test_definition_of_block_selection(
     extents: Extents,
     heads: Heads,
     sizes: Sizes,
@@ -81,16 +81,16 @@ def test_definition_of_the_choice(
     scale: float | None,
 ) -> None:
     q, k_cmp, lse, settings = make_problem(extents, heads, sizes, pairs, causal=causal, scale=scale)
-    choice: dict[str, Any] = {
+    selection: dict[str, Any] = {
         'num_selected': num_selected,
         'num_init': num_init,
         'num_local': num_local,
         'num_recent': num_recent if causal else 0,
         'share_group': share_group,
     }
-    blocks = select_blocks(q, k_cmp, lse, **settings, **choice)
+    blocks = select_blocks(q, k_cmp, lse, **settings, **selection)
     assert blocks.dtype == torch.int32
-    assert torch.equal(blocks, definition.select_blocks(q, k_cmp, lse, **settings, **choice))
+    assert torch.equal(blocks, definition.select_blocks(q, k_cmp, lse, **settings, **selection))
 
 
 @given(
@@ -114,7 +114,7 @@ def test_definition_of_the_scores(
     scale: float | None,
 ) -> None:
     q, k_cmp, lse, settings = make_problem(extents, heads, sizes, pairs, causal=causal, scale=scale)
-    # Any index may be asked for, not only those that were chosen.
+    # Any index may be given, not only selected ones.
     shape = (extents.batch, extents.seqlen_q, heads.kv_heads if share_group else heads.heads, num_selected)
     blocks = torch.randint(-1, extents.seqlen_k // sizes[2] + 2, shape).int()
     blocks = torch.where(torch.rand(shape) < 0.1, JUNK[torch.randint(0, len(JUNK), shape)], blocks)
@@ -172,12 +172,14 @@ def test_the_weight_of_a_compressed_block_is_shared_by_the_tokens(sizes: Sizes, 
         assert (scores * block_size).flatten().tolist() == pytest.approx(shared, abs=1e-12)
 
 
-def chosen_without_scores(position: int, causal: bool = True, **choice: Any) -> list[int]:
-    """The row of a query that gives every block of four tokens score 0, as its compressed blocks weigh nothing."""
+def selected_without_scores(position: int, causal: bool = True, **selection: Any) -> list[int]:
+    """Return the selected blocks of a query whose blocks of four tokens all score 0, since compressed blocks have no
+    weight.
+    """
     settings: dict[str, Any] = {'compress_block_size': 4, 'compress_stride': 4, 'selection_block_size': 4}
     q, k_cmp = torch.ones(1, 1, 1, 1).double(), torch.full((1, 10, 1, 1), -torch.inf).double()
     lse = torch.zeros(1, 1, 1).double()
-    blocks = select_blocks(q, k_cmp, lse, q_offset=position, seqlen_k=40, causal=causal, **settings, **choice)
+    blocks = select_blocks(q, k_cmp, lse, q_offset=position, seqlen_k=40, causal=causal, **settings, **selection)
     return blocks.flatten().tolist()
 
 
@@ -194,7 +196,7 @@ def chosen_without_scores(position: int, causal: bool = True, **choice: Any) -> 
     ],
 )
 def test_forced_blocks_in_their_order(num_selected: int, row: list[int]) -> None:
-    assert chosen_without_scores(30, num_selected=num_selected, num_init=2, num_local=3) == row
+    assert selected_without_scores(30, num_selected=num_selected, num_init=2, num_local=3) == row
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_forced_blocks_in_their_order(num_selected: int, row: list[int]) -> None
     ],
 )
 def test_forced_blocks_on_both_sides(num_selected: int, row: list[int]) -> None:
-    assert chosen_without_scores(17, causal=False, num_selected=num_selected, num_init=1, num_local=3) == row
+    assert selected_without_scores(17, causal=False, num_selected=num_selected, num_init=1, num_local=3) == row
 
 
 @pytest.mark.parametrize(
@@ -223,28 +225,28 @@ def test_forced_blocks_on_both_sides(num_selected: int, row: list[int]) -> None:
         (2, 1, 2, [0, -1, -1]),
         (5, 1, 2, [0, 1, -1]),
         (9, 1, 2, [0, 1, 2]),
-        (45, 1, 2, [0, 1, 2]),  # Neither the own block nor the one before it exists: 0 to 9 do.
+        (45, 1, 2, [0, 1, 2]),  # Blocks 0 to 9 exist, but not the own block nor the one before it.
         (41, 1, 2, [0, 1, 9]),
         (-1, 1, 2, [-1, -1, -1]),
     ],
 )
 def test_forced_blocks_at_the_edges(position: int, num_init: int, num_local: int, row: list[int]) -> None:
-    assert chosen_without_scores(position, num_selected=3, num_init=num_init, num_local=num_local) == row
+    assert selected_without_scores(position, num_selected=3, num_init=num_init, num_local=num_local) == row
 
 
 @pytest.mark.parametrize('share_group', [True, False])
 def test_equal_scores_go_to_the_lower_block(share_group: bool) -> None:
     # Equal keys: every compressed block weighs the same, so inner selection blocks tie and the outer ones score less.
-    # Of small integers a dot product is exact, in whatever order it is added up.
+    # Dot products of small integers are exact in any order of summation.
     q, k_cmp = (torch.randint(-2, 3, shape).double() for shape in ((1, 40, 6, 4), (1, 1, 2, 4)))
     k_cmp = k_cmp.expand(1, 19, 2, 4)
     sizes = {'compress_block_size': 4, 'compress_stride': 2}
     _, lse = compressed_attention(q, k_cmp, k_cmp, block_size=4, stride=2)
     for num_selected in range(1, 10):
-        choice: dict[str, Any] = {**sizes, 'selection_block_size': 4, 'num_selected': num_selected}
-        choice |= {'num_init': 0, 'num_local': 1, 'share_group': share_group}
-        blocks = select_blocks(q, k_cmp, lse, **choice)
-        assert torch.equal(blocks, definition.select_blocks(q, k_cmp, lse, **choice))
+        selection: dict[str, Any] = {**sizes, 'selection_block_size': 4, 'num_selected': num_selected}
+        selection |= {'num_init': 0, 'num_local': 1, 'share_group': share_group}
+        blocks = select_blocks(q, k_cmp, lse, **selection)
+        assert torch.equal(blocks, definition.select_blocks(q, k_cmp, lse, **selection))
         expected = [*range(1, min(num_selected, 9)), 9] if num_selected < 9 else list(range(1, 10))
         assert blocks[0, 39].tolist() == [expected] * (2 if share_group else 6)
 
@@ -367,7 +369,7 @@ def call(op: Any = select_blocks, **changes: Any) -> None:
         ),
     ],
 )
-def test_wrong_choices(changes: dict[str, Any], message: str) -> None:
+def test_wrong_selections(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changes)
 

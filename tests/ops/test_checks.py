@@ -1,4 +1,4 @@
-"""`validate_packing`: what the ops take on trust on a GPU, checked when asked for."""
+"""`validate_packing`: an explicit check of arguments that the ops do not read on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.problems import row_integers
 
 
 @pytest.mark.parametrize('dtype', [torch.int32, torch.int64])
-def test_what_fits(dtype: torch.dtype) -> None:
+def test_valid_packing(dtype: torch.dtype) -> None:
     borders = row_integers([0, 3, 3, 9]).to(dtype)
     validate_packing(9, borders)
     validate_packing(11, borders)
@@ -32,12 +32,12 @@ def test_what_fits(dtype: torch.dtype) -> None:
         ({'cu_seqlens_k': row_integers([0, 4, 3])}, r'cu_seqlens_k decreases at entry 2, but must not'),
     ],
 )
-def test_what_does_not_fit(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_packing(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         validate_packing(9, **{'cu_seqlens': row_integers([0, 5, 9]), **arguments})
 
 
 @pytest.mark.parametrize('borders', [torch.tensor([0.0, 9.0]), torch.zeros(2, 2, dtype=torch.int32)])
-def test_what_is_no_packing(borders: torch.Tensor) -> None:
+def test_tensors_that_are_no_packing(borders: torch.Tensor) -> None:
     with pytest.raises(ValueError, match='cu_seqlens'):
         validate_packing(9, borders)

@@ -1,4 +1,4 @@
-"""Compressed attention: its definition, memory pairs, and the number of keys it stands for."""
+"""Compressed attention: its definition, memory pairs, and the number of keys in tokens."""
 
 from __future__ import annotations
 

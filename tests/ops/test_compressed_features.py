@@ -57,8 +57,8 @@ def test_definition(extents: Extents, heads: Heads, pairs: int, num_sinks: int, 
 
 
 def uncovered_too(function: Any, covered: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *rest: Tensor) -> Any:
-    """The definition knows no queries without a sequence: their log-sum-exp is that of the sinks, as of others that
-    read nothing.
+    """Give queries without a sequence the log-sum-exp of the sinks, as other rows that read nothing have; the
+    definition omits them.
     """
     out, lse = function(q, k, v, sinks, *rest)
     of_sinks = sinks.logsumexp(1)[None, :, None].expand(len(q), -1, q.shape[1] - covered)
@@ -108,13 +108,13 @@ def test_segments_are_sequences_and_padding_is_nothing(features: dict[str, Any])
 
 
 def test_sinks_leave_the_order_of_blocks() -> None:
-    """They take weight of every block alike."""
+    """Sinks reduce the weights of all blocks by one factor."""
     extents = whole(40)
     q, _, _ = make_qkv(extents, HEADS)
     k, v = make_compressed(extents, HEADS, 4, 2)
     sizes: dict[str, Any] = {'compress_block_size': 4, 'compress_stride': 2, 'selection_block_size': 4}
-    choices = []
+    selections = []
     for sinks in (None, torch.full((4,), 2.0)):
         _, lse = compressed_attention(q, k, v, **SIZES, sinks=sinks)
-        choices.append(select_blocks(q[:, :, :1], k[:, :, :1], lse[:, :1], **sizes, num_selected=4))
-    assert choices[0].equal(choices[1])
+        selections.append(select_blocks(q[:, :, :1], k[:, :, :1], lse[:, :1], **sizes, num_selected=4))
+    assert selections[0].equal(selections[1])

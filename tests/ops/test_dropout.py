@@ -1,4 +1,4 @@
-"""Dropout of weights in eager: how much, where, and of which seed."""
+"""Dropout of weights in eager: rate, positions and seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ WEIGHTS = 96
 
 
 def dropped_weights(seed: int | Tensor | None, dropout_p: float, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights `[B, T, HQ, S]` with and without dropout, and the log-sum-exp with it: the values are unit vectors."""
+    """Return weights `[B, T, HQ, S]` with and without dropout, and the log-sum-exp with it: the values are unit
+    vectors.
+    """
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(batch, WEIGHTS, n, 8, generator=generator) for n in (3, 1))
     v = torch.eye(WEIGHTS).expand(batch, -1, -1)[:, :, None]

@@ -1,4 +1,4 @@
-"""FlexAttention against eager: on CPUs tile by tile as its kernels go, on GPUs the kernels, outputs and gradients."""
+"""FlexAttention against eager: on CPUs tile by tile like its kernels, on GPUs the kernels, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.problems import (
     whole,
 )
 
-# What writes kernels for GPUs.
+# The compiler of kernels for GPUs.
 INDUCTOR = ('config', 'ir', 'scheduler', 'graph')
 # Tiles of one key show whether the intervals are right, larger ones the mask, beside tiles of both kinds.
 tiles = st.sampled_from([1, 4])
@@ -42,8 +42,8 @@ HEADS = Heads(6, 2, 4, 3)
 
 @contextmanager
 def small_tiles(tile: int) -> Iterator[None]:
-    """On a CPU, FlexAttention asks the mask everywhere. Here it visits the listed tiles alone, small ones, and asks it
-    in partial ones only, as the kernels do.
+    """On a CPU, FlexAttention evaluates the mask everywhere. Here it visits the listed, small tiles alone, and
+    evaluates the mask in partial ones only, as the kernels do.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tiles: _flex.Tiles, mask_mod: Callable, *rest: Any, **more: Any) -> Any:
@@ -64,7 +64,9 @@ def small_tiles(tile: int) -> Iterator[None]:
 
 
 def visited_tiles(tiles: _flex.Tiles) -> tuple[Tensor, Tensor]:
-    """Partial and full tiles as bool `[B, H, query tiles, key tiles]`; the lists of the backward pass say the same."""
+    """Return partial and full tiles as bool `[B, H, query tiles, key tiles]`; the lists of the backward pass must
+    agree.
+    """
     names = ('kv_num_blocks', 'kv_indices'), ('q_num_blocks', 'q_indices')
     partial, by_key = (table(*(getattr(tiles, name) for name in pair)) for pair in names)
     assert torch.equal(partial, by_key.transpose(2, 3))
@@ -77,7 +79,9 @@ def visited_tiles(tiles: _flex.Tiles) -> tuple[Tensor, Tensor]:
 
 
 def table(counts: Tensor, indices: Tensor) -> Tensor:
-    """bool `[B, H, rows, columns]` of one kind of list, which the kernels want int32, contiguous and ascending."""
+    """Return bool `[B, H, rows, columns]` of one kind of list, which the kernels need in int32, contiguous and
+    ascending.
+    """
     assert counts.dtype == indices.dtype == torch.int32
     assert counts.is_contiguous()
     assert indices.is_contiguous()
@@ -97,7 +101,7 @@ def assert_flex_is_eager(
 
 
 def spoil(k: Tensor, v: Tensor) -> None:
-    """NaN in a key or two, which those rows see that read them."""
+    """Set a key or two to NaN, which some of the rows read."""
     place = torch.rand(k.shape[:3]) < 0.05
     k[place], v[place] = torch.nan, torch.nan
 
@@ -168,7 +172,9 @@ def test_selected(
 
 @pytest.mark.parametrize('rows_per_token', [1, 3, 6])
 def test_tiles_are_those_that_are_read(rows_per_token: int, monkeypatch: pytest.MonkeyPatch):
-    """Every tile that a query reads in is visited, no other one is, and full tiles are those that are read whole."""
+    """Every tile in which a query reads is visited, no other one is, and full tiles are those that all queries read
+    whole.
+    """
     width = 4
     monkeypatch.setattr(_flex, 'TILE', width)
     batch, seqlen, head_count, seqlen_k = 2, 21, 3, 30
@@ -212,7 +218,7 @@ def test_dtypes_on_cpu(dtype: torch.dtype):
 
 
 def test_says_nothing_and_takes_weights_without_gradients():
-    """A call warns of nothing, and inputs may be parameters where no gradient is recorded."""
+    """A call gives no warning, and inputs may be parameters where no gradient is recorded."""
     q, k, v = (t.requires_grad_() for t in make_qkv(whole(9), HEADS))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter('error')
@@ -291,13 +297,13 @@ def test_gradients_of_rows_that_read_nan(op: Callable, monkeypatch: pytest.Monke
 
 
 def outputs_and_gradients(op: Callable, *qkv: Tensor, **settings: Any) -> list[Tensor]:
-    """The output, its log-sum-exp, and the gradients of q, k and v."""
+    """Return the output, its log-sum-exp, and the gradients of q, k and v."""
     leaves = [t.clone().requires_grad_() for t in qkv]
     out, lse = op(*leaves, **settings)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
 
 
-def test_what_it_has_not_is_refused():
+def test_unsupported_features_are_refused():
     q, k, v = make_qkv(whole(9), HEADS)
     features: dict[str, Any] = {
         'sinks is given': {'sinks': normal(6)},
@@ -347,7 +353,7 @@ def test_auto_takes_eager_on_cpus():
 @pytest.mark.full
 @pytest.mark.parametrize('lengths', [[3], [0, 40, 2], [150]])
 def test_composition(lengths: list[int]):
-    """The three branches together, also where no compressed block exists."""
+    """The three branches together, also without a compressed block."""
     extents = packed(lengths, 2)
     q, k, v = make_qkv(extents, HEADS)
     settings: dict[str, Any] = {
@@ -369,7 +375,7 @@ def test_composition(lengths: list[int]):
 
 
 def test_few_graphs_serve_many_lengths():
-    """What is compiled on a GPU does not depend on lengths; here traced alone."""
+    """Graphs do not depend on lengths; here they are traced, not compiled."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -392,7 +398,7 @@ def test_few_graphs_serve_many_lengths():
 
 @pytest.mark.full
 def test_ops_in_a_compiled_function_take_symbolic_sizes(monkeypatch: pytest.MonkeyPatch):
-    """As on a GPU, where such functions compile; traced alone. Numbers of heads are symbolic there, too."""
+    """Functions compile as on a GPU; here they are traced. Numbers of heads are symbolic there, too."""
     monkeypatch.setattr(_flex, 'unsupported', lambda *_, **__: None)
     q, k, v = (t.float() for t in make_qkv(whole(300, 2), Heads(6, 2, 16, 16)))
     indices = make_block_indices('valid', 2, 300, 2, 4, seqlen_k=300, block_size=64)
@@ -455,7 +461,7 @@ def test_inductor_writes_code_for_tiles_of_symbolic_lengths(intervals: int, monk
 
 
 def test_no_block_mask_of_queries_by_keys():
-    """The largest table of a call counts tiles."""
+    """The largest table of a call counts tiles, not keys."""
     seqlen = 4096
     indices = make_block_indices('valid', 1, seqlen, 1, 4, seqlen_k=seqlen, block_size=64)
     sizes = []

@@ -1,4 +1,4 @@
-"""The gated sum: its definition, dtypes, and what it refuses."""
+"""The gated sum: its definition, dtypes and refusals."""
 
 from __future__ import annotations
 

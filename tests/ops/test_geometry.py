@@ -1,4 +1,4 @@
-"""Block arithmetic against counting tokens, on ints and on tensors alike."""
+"""Block arithmetic on ints and on tensors, against counting tokens."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FORMS = [SIZES, {'compress_block_size': 4, 'compress_stride': 2, 'selection_bloc
 def make_problem(
     extents: Extents, heads: Heads, sizes: dict[str, Any] = SIZES, **changes: Any
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Tensors of the loss and its settings."""
+    """Return tensors of the loss and its settings."""
     compress = sizes['compress_block_size'], sizes['compress_stride']
     q, k, _ = make_qkv(extents, heads)
     q_cmp, k_cmp = make_qkv(extents, heads)[0].flip(1), make_compressed(extents, heads, *compress)[0]
@@ -104,7 +104,7 @@ def test_one_query_is_drawn_from_each_part(seqlen: int, num_queries: int) -> Non
 
 
 def test_known_random_numbers() -> None:
-    """Of SplitMix64 as its authors publish it."""
+    """Values of SplitMix64 that its authors publish."""
     known = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
     numbers = split_mix(torch.tensor([1234567]), torch.arange(5))
     assert numbers.tolist() == [number >> 32 for number in known]

@@ -19,7 +19,7 @@ SEQLEN, BLOCK = 4096, 8
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the bytes of the largest storage that any operation returns."""
+    """Record the bytes of the largest storage that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class LargestTensor(TorchDispatchMode):
 
 @contextmanager
 def saved_bytes() -> Iterator[dict[int, int]]:
-    """The storages that are kept for the backward pass, by address."""
+    """Return the bytes of storages that are saved for the backward pass, by address."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize('op', [selected, selected_per_head, window, scores])
 def test_memory_holds_no_queries_times_keys(op: Callable[..., Tensor]) -> None:
     q, k, v = (t.requires_grad_() for t in make_qkv(1, SEQLEN, SEQLEN, heads=2, kv_heads=1, head_dim=4))
-    op(q, k, v)  # makes the blocks, which takes a tensor of queries times blocks
+    op(q, k, v)  # selects the blocks, which takes a tensor of queries times blocks
     with LargestTensor() as largest, saved_bytes() as kept:
         op(q, k, v).sum().backward()
     # A mask of bools for every query and key would already be too large.
@@ -82,7 +82,7 @@ def test_memory_holds_no_queries_times_keys(op: Callable[..., Tensor]) -> None:
 
 
 def test_memory_of_the_compressed_branch_is_bounded_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Queries times blocks, as all blocks are read: chunk by chunk, and computed again in the backward pass.
+    # Queries times blocks, as all blocks are read: chunk by chunk, and recomputed in the backward pass.
     monkeypatch.setattr('native_sparse_attention.ops._eager.CHUNK_ELEMENTS', 2**18)
     q, k, v = (t.requires_grad_() for t in make_qkv(1, SEQLEN, SEQLEN // 4, heads=2, kv_heads=1, head_dim=4))
     with LargestTensor() as largest, saved_bytes() as kept:

@@ -1,4 +1,4 @@
-"""Non-finite inputs and gradients of the eager ops reach what reads them, in outputs and all gradients, alone."""
+"""Non-finite inputs and gradients of the eager ops affect the outputs and gradients of their readers alone."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def places(name: str, t: Tensor) -> list[tuple[int, ...]]:
-    """The second head of an early, a middle and a late token or block."""
+    """Return the second head of an early, a middle and a late token or block."""
     heads_first = name in ('lse', 'output 1')
     length = t.shape[2 if heads_first else 1]
     return [(0, 1, token) if heads_first else (0, token, 1) for token in (1, length // 2, length - 1)]

@@ -1,4 +1,4 @@
-"""The rotary embedding: its definition, dtypes, and what it refuses."""
+"""The rotary embedding: its definition, dtypes and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.problems import assert_agree, normal
 
 
 def definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Every pair of features of every token for itself, as a complex number."""
+    """Rotate every pair of features of every token as a complex number."""
     rows = [row if len(cos) > 1 else 0 for row in range(len(x))]
     features = list(x.unbind(-1))
     for i in range(cos.shape[-1]):

@@ -80,7 +80,7 @@ def test_without_padding_nothing_is_copied():
         (torch.zeros(1, 4, dtype=torch.int32, device='meta'), 1, r'segment_ids is on meta, but q is on cpu'),
     ],
 )
-def test_what_does_not_fit(segment_ids: Tensor, batch: int, message: str):
+def test_wrong_packing(segment_ids: Tensor, batch: int, message: str):
     with pytest.raises(ValueError, match=message) as error:
         cu_seqlens_of(segment_ids, queries(4, batch))
     assert '\n' not in str(error.value)

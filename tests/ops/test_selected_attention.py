@@ -62,7 +62,7 @@ def test_definition(
     index_dtype: torch.dtype,
 ) -> None:
     shape = (extents.batch, extents.seqlen_q, heads.heads if alone else heads.kv_heads, num_selected)
-    # Blocks of every kind, then junk in their place here and there; repeats come by themselves.
+    # Blocks of every kind, some of them replaced by invalid indices; repeats occur by chance.
     block_indices = torch.randint(-1, extents.seqlen_k // block_size + 2, shape).int()
     junk = torch.tensor(JUNK).int()[torch.randint(0, len(JUNK), shape)]
     block_indices = torch.where(torch.rand(shape) < 0.1, junk, block_indices).to(index_dtype)

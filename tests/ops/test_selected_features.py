@@ -226,7 +226,7 @@ def test_padding_is_neither_read_nor_differentiated(softcap: float | None) -> No
 COUNTS = torch.ones(1, 4, 2, dtype=torch.int32)
 IDS = torch.zeros(1, 4, dtype=torch.int32)
 BORDERS = torch.tensor([0, 4], dtype=torch.int32)
-# What is given, what it says, and what is served beside it.
+# Wrong arguments, the error, and valid arguments.
 BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({'softcap': 0}, r'softcap is 0, but must be a finite number above 0, or None', {'softcap': 1}),
     ({'softcap': -1.0}, r'softcap is -1.0, but must be', {'softcap': 1e-3}),

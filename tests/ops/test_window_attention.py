@@ -1,4 +1,4 @@
-"""Window attention: its definition, dense attention where the window holds everything, local-attention as a witness."""
+"""Window attention: its definition, dense attention where the window covers all keys, local-attention as a witness."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_decoding_step_reads_the_last_keys() -> None:
     torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
 
 
-def test_what_the_window_does_not_hold_is_not_read() -> None:
+def test_keys_outside_the_window_are_not_read() -> None:
     q, k, v = normal(1, 1, 2, 3), normal(1, 20, 1, 3), normal(1, 20, 1, 3)
     for tensor in (k, v):
         tensor[:, :11] = torch.nan

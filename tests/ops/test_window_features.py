@@ -1,4 +1,4 @@
-"""What window attention may do to logits and weights, in eager: against dense attention as one writes it by hand."""
+"""Features of window attention in eager, against dense attention written by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def dense(
     causal: bool = True,
     **where: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over the whole row in float64, from tables of queries by keys; dropout a weight at a time."""
+    """Compute a softmax over the whole row in float64, from tables of queries by keys, with dropout per weight."""
     (batch, seqlen_q, heads, head_dim), (seqlen_k, kv_heads) = q.shape, k.shape[1:3]
     read = torch.zeros(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool)
     left, right = window_size
@@ -69,7 +69,7 @@ def dense(
     if bias is not None:
         read = read & (bias != -torch.inf)
         bias = bias.masked_fill(~read, 0)
-    # Keys that nobody reads hold NaN.
+    # Keys that no query reads hold NaN.
     q, k, v = (t.double().nan_to_num() for t in (q, k, v))
     k, v = (t.repeat_interleave(heads // kv_heads, 2) for t in (k, v))
     logits = torch.einsum('bthd,bshd->bhts', q, k) * (head_dim**-0.5 if scale is None else scale)
@@ -79,7 +79,7 @@ def dense(
     columns = torch.full((heads, 1), -torch.inf).double() if sinks is None else sinks.double().view(heads, -1)
     columns = columns[:, None].expand(batch, -1, seqlen_q, -1)
     logits = torch.cat((logits, columns), -1)
-    # Of a row without any logit the functions are NaN, in their gradients too.
+    # For a row without a logit the functions and their gradients are NaN.
     empty = (logits == -torch.inf).all(-1)
     logits = logits.masked_fill(empty[..., None], 0)
     lse = logits.logsumexp(-1).masked_fill(empty, -torch.inf)
@@ -93,7 +93,7 @@ def dense(
 
 
 def philox_by_hand(seed: int, counter: tuple[int, ...]) -> int:
-    """Philox4x32-10, its first word, in Python's integers."""
+    """Compute the first word of Philox4x32-10 in Python's integers."""
     c, key = list(counter), [seed & MASK32, seed >> 32 & MASK32]
     for _ in range(10):
         low, high = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -112,7 +112,7 @@ def mask(extents: Extents, heads: Heads) -> dict[str, Any]:
 
 
 def make_table(extents: Extents, heads: Heads) -> Tensor:
-    """`[B or 1, HQ or 1, T, S]`."""
+    """Return `[B or 1, HQ or 1, T, S]`."""
     rows, columns = torch.randint(2, (2,)).tolist()
     shape = (extents.batch if rows else 1, heads.heads if columns else 1, extents.seqlen_q, extents.seqlen_k)
     return normal(*shape)
@@ -157,7 +157,7 @@ def everything(extents: Extents, heads: Heads) -> dict[str, Any]:
 
 
 def assert_is_dense(extents: Extents, heads: Heads, features: dict[str, Any], **settings: Any) -> None:
-    """Outputs and gradients, those of bias and sinks among them."""
+    """Assert outputs and gradients, those of bias and sinks included."""
     settings = {**features, **extents.where, **settings}
     names = [name for name in TABLES if name in settings]
     tensors = [settings.pop(name) for name in names]
@@ -198,7 +198,7 @@ def test_long_heads(heads: Heads) -> None:
 
 
 def differentiable(features: dict[str, Any]) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
-    """A function of q, k, v, bias and sinks, whose log-sum-exp is finite, and inputs of it."""
+    """Return a function of q, k, v, bias and sinks whose log-sum-exp is finite, and its inputs."""
     extents = Extents(2, 4, 6, {}, [6, 6])
     names = [name for name in TABLES if name in features]
     rest = {name: value for name, value in features.items() if name not in names}
@@ -265,7 +265,7 @@ def test_large_and_negative_ids() -> None:
 
 
 def test_sinks_are_keys_without_values() -> None:
-    """A sink of logit c is a key whose product with every query is c, and whose value is 0."""
+    """A sink of logit c equals a key whose product with every query is c and whose value is 0."""
     q, k, v = make_qkv(whole(6), Heads(2, 2, 3, 5))
     logits = normal(2)
     ones = torch.ones(1, 6, 2, 1).double()
@@ -340,8 +340,8 @@ def test_rows_with_nothing_to_read(name: str, with_sinks: bool) -> None:
 
 @pytest.mark.parametrize('poison', [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize('name', ['segments', 'mask', 'attn_mask', 'bias'])
-def test_what_is_not_read_reaches_nobody(name: str, poison: float) -> None:
-    """Keys 2 and 3, and what bias holds beside the window."""
+def test_unread_keys_affect_no_query(name: str, poison: float) -> None:
+    """Keys 2 and 3 and entries of bias outside the window are not read."""
     given: dict[str, Any] = {
         'segments': {'segment_ids': torch.tensor([[0, 0, 1, -1, 0, 0, 0]])},
         'mask': {'mask': torch.tensor([[True, True, False, False, True, True, True]])},
@@ -411,7 +411,7 @@ def test_bias_of_any_strides() -> None:
 
 
 def test_known_random_numbers() -> None:
-    """Of the authors' library, Random123."""
+    """Values of Random123, the authors' library."""
     for word, counter, expected in (
         (0, 0, 0x6627E8D5),
         (-1, MASK32, 0x408F276D),

@@ -1,4 +1,4 @@
-"""Whether `build_kernels` compiles all kernels that a training step of a layer launches. Needs no GPU.
+"""Check that `build_kernels` compiles all kernels that a training step of a layer launches. Needs no GPU.
 
 python -m tests.support.build_layer True       merged; False: three branches
 """
@@ -31,7 +31,7 @@ launchers: list[Any] = []
 
 
 def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-    """Note the launch of a kernel, or its warm-up, and compile it."""
+    """Record the launch of a kernel, or its warm-up, and compile it."""
     launches.append((self, warmup))
     return builds.run_jit(self, *args, grid=grid, warmup=True, **kwargs)
 

@@ -404,7 +404,7 @@ def main(architecture: str, dtype: str, head_dim: str, variants: str = 'all', pa
         (JITFunction, 'run', run),
         (launch, 'architecture_of', lambda _: architecture),
         (launch, 'are_watched', lambda: True),  # every launch asks Triton
-        (launch_cache, 'launcher', None),  # what is recorded is loaded, too
+        (launch_cache, 'launcher', None),  # recorded kernels are loaded, too
         (support, '_unsupported_device', lambda _: None),
         (torch, 'empty', zeros),
         (torch, 'empty_like', torch.zeros_like),

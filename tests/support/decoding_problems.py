@@ -1,4 +1,4 @@
-"""Problems for decoding: a layer, a cache that has a past, new tokens; and a step of one backend beside eager's.
+"""Problems for decoding: a layer, a cache with a past, new tokens; and a step of one backend beside eager.
 
     case = Case(blocks=(16, 4, 4), num_selected=5)
     layer = make_layer(case, device)
@@ -36,12 +36,12 @@ from tests.support.problems import Heads
 
 HEADS = Heads(4, 2, 16, 16)
 RINGS = ('raw_k', 'raw_v')
-# What keys that kernels turn may differ by: cosines and sines have other roundings.
+# Tolerance of keys that kernels rotate: cosines and sines have other roundings.
 TURNED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 class Linear(nn.Module):
-    """φ linear in the flattened block, one for all heads."""
+    """φ that is linear in the flattened block, shared by all heads."""
 
     def __init__(self, block_size: int, dim: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Linear(nn.Module):
 
 
 class LastWeighsMost(nn.Module):
-    """φ that minds the order of the tokens of a block: the i-th of them weighs i."""
+    """φ that depends on the order of the tokens of a block: the i-th token has weight i."""
 
     def forward(self, blocks: Tensor) -> Tensor:
         weights = torch.arange(1, blocks.shape[-2] + 1, device=blocks.device, dtype=blocks.dtype)
@@ -75,7 +75,7 @@ class Case:
     blocks: l, d, l'. num_angles: pairs of features that rotary turns, 0 for no rotary embedding, None for all. is_half:
     pairs are i and i + num_angles. network: 'mean', 'linear', 'own' or a name of MLPS. independent: k_window, v_window,
     raw_k and raw_v of their own. rotated: q_cmp and raw_k beside q and k, which the caller has rotated. merged: one
-    softmax of chosen blocks and window, 'gate' beside a compressed output, 'output gate' with a gate of the sum too,
+    softmax of selected blocks and window, 'gate' beside a compressed output, 'output gate' with a gate of the sum too,
     'scores' without a compressed output, 'window' without compressed keys. pairs: M. page_size: None for a contiguous
     cache; pages of a paged one lie scattered in pools that have `spare_pages` more than rows need.
     """
@@ -113,7 +113,7 @@ class Case:
 
 
 def make_layer(case: Case, device: torch.device) -> dict[str, Any]:
-    """What `nsa_decode` takes by name and a layer keeps, fenced."""
+    """Return the arguments of `nsa_decode` that a layer holds, fenced."""
     heads, (block_size, _, selection_block_size) = case.heads, case.blocks
     dims = (heads.head_dim, heads.value_dim)
 
@@ -158,7 +158,7 @@ def make_network(case: Case, dim: int) -> nn.Module:
 
 
 def make_tokens(case: Case, batch: int, num_tokens: int, device: torch.device) -> dict[str, Any]:
-    """What `nsa_decode` takes by name of new tokens, fenced; gates are float32, and None for scores alone."""
+    """Return the arguments of `nsa_decode` for new tokens, fenced; gates are float32, and None for scores alone."""
     heads, shape = case.heads, (batch, num_tokens)
 
     def normal(count: int, dim: int) -> Tensor:
@@ -178,7 +178,7 @@ def make_tokens(case: Case, batch: int, num_tokens: int, device: torch.device) -
 
 
 def make_cache(case: Case, lengths: Sequence[int], device: torch.device) -> LayerCache:
-    """Rows of so many random tokens, their compressed blocks and rings; NaN in all memory that they do not use."""
+    """Return a cache of rows with random tokens, their compressed blocks and rings; NaN in all unused memory."""
     heads, (block_size, stride, selection_block_size) = case.heads, case.blocks
     layout = {
         'kv_heads': heads.kv_heads,
@@ -235,7 +235,9 @@ def make_cache(case: Case, lengths: Sequence[int], device: torch.device) -> Laye
 def _scattered_table(
     lengths: Sequence[int], pages: int, page_size: int, num_pages: int, device: torch.device
 ) -> Tensor:
-    """int32 `[B, pages + 1]`: pages in any order, for 16 tokens more than a row has; beyond them what no page is."""
+    """Return int32 `[B, pages + 1]`: pages in random order for 16 tokens more than a row has; the other entries name no
+    page.
+    """
     shuffled = torch.randperm(num_pages)[: len(lengths) * pages].view(len(lengths), pages)
     columns = torch.arange(pages + 1)
     needed = torch.tensor([-(-(length + 16) // page_size) for length in lengths])[:, None]
@@ -245,7 +247,7 @@ def _scattered_table(
 
 
 def _write(cache: LayerCache, name: str, row: int, where: Tensor) -> None:
-    """Random entries at places `[1, n]` of a row."""
+    """Write random entries at places `[1, n]` of a row."""
     tensor = getattr(cache, name)
     entries = torch.randn(where.shape[1], *tensor.shape[2:]).to(tensor)
     if isinstance(cache, PagedLayerCache):
@@ -257,7 +259,7 @@ def _write(cache: LayerCache, name: str, row: int, where: Tensor) -> None:
 
 
 def copy_cache(cache: LayerCache, dtype: torch.dtype | None = None) -> LayerCache:
-    """A contiguous cache that holds the same; NaN where none is."""
+    """Return a contiguous cache with the same content, and NaN elsewhere."""
     twin = LayerCache(
         cache.batch_size,
         cache.capacity,
@@ -282,7 +284,7 @@ def copy_cache(cache: LayerCache, dtype: torch.dtype | None = None) -> LayerCach
 
 
 def held_entries(cache: LayerCache, name: str) -> list[Tensor]:
-    """Of every row the tokens, or with a name of PAIRS the complete compressed blocks, `[n, H, D or DV]`."""
+    """Return the tokens of every row, or for a name of PAIRS the complete compressed blocks, `[n, H, D or DV]`."""
     counts = cache.lengths
     if name in PAIRS:
         assert cache.compress is not None
@@ -292,7 +294,7 @@ def held_entries(cache: LayerCache, name: str) -> list[Tensor]:
 
 
 def in_double(value: Any) -> Any:
-    """Tokens or a layer in float64; freqs stay, from which all make the same angles."""
+    """Return tokens or a layer in float64; freqs stay float32, so that all compute the same angles."""
     if isinstance(value, dict):
         return {name: t if name == 'freqs' else in_double(t) for name, t in value.items()}
     if isinstance(value, tuple):
@@ -305,14 +307,14 @@ def in_double(value: Any) -> Any:
 def decode(
     cache: LayerCache, tokens: dict[str, Any], layer: dict[str, Any], **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """A step by the kernels: the output and the blocks that it chose."""
+    """Run a step by the kernels; return the output and the selected blocks."""
     with torch.no_grad():
         out = nsa_decode(**tokens, cache=cache, **layer, **settings, backend='triton')
     return out, chosen_blocks(cache, tokens['q'].shape[1], layer['num_selected'])
 
 
 def chosen_blocks(cache: LayerCache, num_tokens: int, num_selected: int) -> Tensor | None:
-    """A copy of what the last step by the kernels of so many tokens chose."""
+    """Return a copy of the blocks that the last step by the kernels, of so many tokens, selected."""
     if num_selected == 0:
         return None
     (chosen,) = (
@@ -336,8 +338,9 @@ def check_step(
     layer: dict[str, Any],
     **settings: Any,
 ) -> Tensor | None:
-    """A step by the kernels on `cache` and by eager on `twin`, which hold the same: the output by the error rules, then
-    what both hold. Returns the blocks that the kernels chose.
+    """Run a step by the kernels on `cache` and by eager on `twin`, which hold the same.
+
+    Compare the output by the error rules, then the contents. Returns the blocks that the kernels selected.
     """
     exact = decode_eagerly(copy_cache(twin, torch.float64), in_double(tokens), in_double(layer))
     expected = decode_eagerly(twin, tokens, layer)
@@ -348,7 +351,9 @@ def check_step(
 
 
 def assert_hold_the_same(case: Case, cache: LayerCache, twin: LayerCache) -> None:
-    """Lengths and bounds; values and rings bitwise; rotated keys and compressed blocks up to their roundings."""
+    """Assert equal lengths and bounds; equal bits of values and rings; rotated keys and compressed blocks up to
+    roundings.
+    """
     for name in ('lengths', '_peaks'):
         assert getattr(cache, name).tolist() == getattr(twin, name).tolist(), name
     assert (cache.max_length, cache._peak) == (twin.max_length, twin._peak)
@@ -369,7 +374,7 @@ def assert_hold_the_same(case: Case, cache: LayerCache, twin: LayerCache) -> Non
 
 
 def assert_rest_is_unused(cache: LayerCache) -> None:
-    """But for what its rows hold, there must be NaN everywhere."""
+    """Assert that memory outside the rows is NaN."""
     for name in (*TOKENS, *PAIRS):
         tensor = getattr(cache, name)
         if tensor is None:

@@ -20,7 +20,7 @@ new = object.__new__
 
 
 def fast_functions() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what replaces which function of which owner."""
+    """Yield replacements of functions, with owner and name."""
     semantic = TritonSemantic
     yield tl.tuple, '__getitem__', _get_item(tl.tuple.__getitem__)
     yield semantic, 'to_tensor', _convert_numbers_once(semantic.to_tensor)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 FEATURES = ('softcap', 'sinks', 'segments', 'mask', 'bias', 'attn_mask', 'dropout')
 SEED = 2**40 + 12345
-# Settings that differentiate: the others are handed over as they are.
+# Differentiable features; the others are passed on unchanged.
 DIFFERENTIABLE = ('sinks', 'bias')
 
 

@@ -1,4 +1,4 @@
-"""Steps of decoding for a GPU: caches of any lengths without a prefill, and what holds steps to the error rules."""
+"""Decoding steps for a GPU: caches of any lengths without a prefill, and checks by the error rules."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.support.gpu_problems import DTYPES
 GROUPS = (1, 4, 16, 64)
 NUM_TOKENS = (1, 4, 16)
 HEAD_DIMS = ((64, 64), (128, 128), (96, 80))
-# (l, d, l', n, W); blocks of the last hand nothing on: they reach further than the next selection block.
+# (l, d, l', n, W); compressed blocks of the last reach beyond the next selection block, so nothing is carried over.
 SIZES = ((32, 16, 64, 8, 128), (16, 8, 16, 5, 40), (64, 16, 32, 6, 100))
 LENGTHS = (5000, 333, 31, 0)
-# Rows of the output that steps are repeated for, so that errors are no matter of chance, and steps at most.
+# Rows of the output for which steps are repeated, so that chance does not decide, and the most steps.
 NUM_ROWS, MAX_STEPS = 512, 32
 VALUES = ('v', 'raw_v', 'v_window', 'v_cmp')
 # Pages of a pool that no row has at first.
@@ -85,7 +85,7 @@ class Shape:
 
 
 def draw_shape(index: int) -> Shape:
-    """The shape of drawn problem `index`: dtypes, groups and tokens of a step take turns, the rest is random."""
+    """Return the shape of random problem `index`: dtypes, groups and tokens per step alternate, the rest is random."""
     random = Random(f'decoding {index}')
     group, num_tokens = GROUPS[index % 4], NUM_TOKENS[index // 4 % 3]
     head_dim, value_dim = random.choice(HEAD_DIMS)
@@ -110,8 +110,9 @@ def draw_shape(index: int) -> Shape:
 
 
 class InOnePiece(nn.Module):
-    """A network whose products get the same operands from every backend, laid out alike: then they have the same bits,
-    where otherwise PyTorch chooses another way to add up.
+    """A network whose products get contiguous operands, so that every backend computes the same bits.
+
+    With other strides PyTorch may choose another order of summation.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -123,7 +124,7 @@ class InOnePiece(nn.Module):
 
 
 class Decoder:
-    """What steps of a shape have in common: networks, positions, memory, frequencies, and what caches hold."""
+    """State that steps of a shape share: networks, positions, memory, frequencies, and contents of caches."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
         self.shape, self.device, self.seed = shape, device, seed
@@ -164,7 +165,7 @@ class Decoder:
     def cache(
         self, dtype: torch.dtype | None = None, rows: slice = slice(None), background: float | None = None
     ) -> LayerCache:
-        """A new cache of rows of the batch. background: what stands where nothing is in use, by default numbers."""
+        """Return a new cache of rows of the batch. background: content of unused memory, default random numbers."""
         shape, dtype = self.shape, dtype or self.shape.dtype
         lengths = torch.tensor(shape.lengths[rows], dtype=torch.int32, device=self.device)
         options: dict[str, Any] = {'max_rollback': shape.max_rollback, 'dtype': dtype, 'device': self.device}
@@ -197,7 +198,7 @@ class Decoder:
         return cache
 
     def tokens(self, step: int, rows: slice = slice(None)) -> dict[str, Tensor]:
-        """New tokens of a step, by the names that `nsa_decode` has for them, with gates if there are any."""
+        """Return new tokens of a step, by the argument names of `nsa_decode`, with gates if there are any."""
         shape = self.shape
         generator = torch.Generator(self.device).manual_seed(1000 * self.seed + step)
         dims = shape.head_dim, shape.value_dim
@@ -216,7 +217,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, cache: LayerCache, tokens: dict[str, Tensor], backend: str = 'triton', **options: Any) -> Tensor:
-        """`nsa_decode` in the dtype of the cache."""
+        """Run `nsa_decode` in the dtype of the cache."""
         dtype, (_, _, selection_block_size, num_selected, window_size) = cache.dtype, self.shape.sizes
         if dtype != self.shape.dtype:
             tokens = {name: t.to(dtype) for name, t in tokens.items()}
@@ -249,13 +250,14 @@ class Decoder:
 
 
 def _pair(items: list[Any]) -> tuple[Any, Any]:
-    """Of keys and of values, or of keys and None."""
+    """Return the pair for keys and values, or for keys and None."""
     return items[0], items[1] if len(items) > 1 else None
 
 
 def fill(cache: LayerCache, name: str, entries: Tensor, lengths: Tensor, background: float | None = None) -> None:
-    """Entries `[B, n, H, D or DV]` into a tensor of the cache. background: instead of those that rows of `lengths`
-    `[B]` do not need.
+    """Fill a tensor of the cache with entries `[B, n, H, D or DV]`.
+
+    background: replaces entries that rows of `lengths` `[B]` do not need.
     """
     assert cache.compress is not None
     index = torch.arange(entries.shape[1], device=entries.device).expand(entries.shape[:2])
@@ -279,14 +281,14 @@ def fill(cache: LayerCache, name: str, entries: Tensor, lengths: Tensor, backgro
 
 
 def set_lengths(cache: LayerCache, lengths: tuple[int, ...]) -> None:
-    """Rows of so many tokens: what they hold is there already."""
+    """Set the lengths of the rows, whose contents are there already."""
     for tensor in (cache.lengths, cache._peaks):
         tensor.copy_(torch.tensor(lengths, dtype=torch.int32))
     cache.max_length = cache._peak = max(lengths)
 
 
 def state_of(cache: LayerCache) -> dict[str, Tensor]:
-    """Everything that rows hold, zeros behind their ends, wherever pages lie; and the rings."""
+    """Return the content of the rows, zeros behind their ends, wherever pages lie; and the rings."""
     assert cache.compress is not None
     lengths = cache.lengths.long()
     state = {'lengths': cache.lengths.clone(), 'peaks': cache._peaks.clone()}
@@ -301,7 +303,7 @@ def state_of(cache: LayerCache) -> dict[str, Tensor]:
 
 
 def chosen_blocks(cache: LayerCache, num_tokens: int) -> Tensor:
-    """Int32 `[B, T, index_heads, n]`: the blocks of the last step of so many tokens, ascending, -1 behind them."""
+    """Return int32 `[B, T, index_heads, n]`: the blocks that the last step selected, ascending, padded with -1."""
     (chosen,) = (
         t for (name, *_), t in cache.session.workspace.items() if name == 'chosen' and t.shape[1] == num_tokens
     )
@@ -312,7 +314,7 @@ def chosen_blocks(cache: LayerCache, num_tokens: int) -> Tensor:
 
 @contextmanager
 def choosing(choose: Any) -> Iterator[None]:
-    """Steps by the ops of `nsa` choose their blocks so."""
+    """Make steps by the ops of `nsa` select blocks by this function."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functional, 'nsa', partial(functional.nsa, choose=choose))
         yield
@@ -326,12 +328,12 @@ def assert_chooses_as_well(
     Their number and the forced blocks are equal, so all blocks are equal where scores differ by more than rounding.
     """
     names = ('num_selected', 'num_init', 'num_local', 'num_recent', 'share_group', 'block_counts')
-    choice = {name: settings.pop(name) for name in names if name in settings}
+    selection = {name: settings.pop(name) for name in names if name in settings}
     settings |= {'backend': 'eager'}
-    expected = select_blocks(q, k_cmp, lse, **settings, **choice)
+    expected = select_blocks(q, k_cmp, lse, **settings, **selection)
     assert torch.equal(blocks >= 0, expected >= 0)
     assert ((blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] < 0)).all()
-    forced = {name: choice.get(name, default) for name, default in (('num_init', 1), ('num_local', 2))}
+    forced = {name: selection.get(name, default) for name, default in (('num_init', 1), ('num_local', 2))}
     own = expected.amax(-1, keepdim=True)  # always among them, where local blocks are forced
     is_forced = (expected >= 0) & ((expected < forced['num_init']) | (expected > own - forced['num_local']))
     found = (expected[..., :, None] == blocks[..., None, :]).any(-1)
@@ -344,10 +346,10 @@ def assert_chooses_as_well(
 
 
 def assert_obeys_the_rules(decoder: Decoder, steps: int | None = None, **options: Any) -> list[Tensor]:
-    """Steps of the kernels by the error rules, what they append and the blocks that they choose too. Returns the
-    outputs.
+    """Assert the error rules for steps of the kernels, for what they append, and for the blocks that they select.
+    Returns the outputs.
 
-    Eager reads the blocks that the kernels chose, so that a choice between equal scores is no error of the output.
+    Eager reads the blocks that the kernels selected, so a selection between equal scores is no error of the output.
     """
     shape = decoder.shape
     rows = len(shape.lengths) * shape.num_tokens * shape.heads
@@ -378,11 +380,11 @@ def assert_obeys_the_rules(decoder: Decoder, steps: int | None = None, **options
 def _take(
     q: Tensor, *_: Tensor, decoder: Decoder, chosen: Tensor, pairs: list[Tensor] | None, **settings: Any
 ) -> Tensor:
-    """The chosen blocks, which must score as high as those that the float64 pairs (k_cmp, v_cmp) lead to."""
+    """Return the selected blocks, which must score as high as those from the float64 pairs (k_cmp, v_cmp)."""
     if pairs is not None:
         block_size, stride = decoder.shape.sizes[:2]
         memory: Any = decoder.memory(torch.float64)
-        if len(pairs) == 1:  # keys stand for values, as the log-sum-exp does not depend on them
+        if len(pairs) == 1:  # keys in place of values, on which the log-sum-exp does not depend
             memory = None if memory is None else (memory[0], memory[0])
         lse = compressed_attention(
             q.double(),
@@ -399,7 +401,7 @@ def _take(
 
 
 def _appended(cache: LayerCache, name: str, shape: Shape) -> Tensor:
-    """What the steps have written, `[N, H, D or DV]`."""
+    """Return the entries that the steps have written, `[N, H, D or DV]`."""
     old = torch.tensor(shape.lengths, device=cache.device)
     new = cache.lengths.long()
     if name in PAIRS:
@@ -410,14 +412,14 @@ def _appended(cache: LayerCache, name: str, shape: Shape) -> Tensor:
 
 
 def poison_workspace(cache: LayerCache, junk_of: Any) -> None:
-    """All but counts of programs, which are 0 between steps."""
+    """Fill the workspace with NaN, except counts of programs, which are 0 between steps."""
     for (name, *_), tensor in cache.session.workspace.items():
         if name != 'counts':
             tensor.fill_(junk_of(tensor.dtype))
 
 
 def move_page(cache: LayerCache, row: int, column: int) -> None:
-    """A page of tokens and one of compressed blocks lie elsewhere from now on, and NaN where they lay."""
+    """Move a page of tokens and a page of compressed blocks, and leave NaN in their former places."""
     assert cache.block_table is not None
     assert cache.block_table_cmp is not None
     for names, table in ((TOKENS, cache.block_table), (PAIRS, cache.block_table_cmp)):

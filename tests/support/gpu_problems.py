@@ -1,4 +1,4 @@
-"""Problems for kernels on a GPU, drawn from a seed, and what holds their results to the error rules.
+"""Random problems for kernels on a GPU, and checks of their results by the error rules.
 
 A problem of an op is a function of (op, index) alone, so that a failure can be repeated by its name. Sizes are those
 that eager in float64 answers in a fraction of a second.
@@ -46,7 +46,7 @@ BLOCK_SIZES = (
 )  # fmt: skip
 SELECTION_BLOCK_SIZES = (16, 32, 64, 64, 8, 37, 128, 200)
 MAX_SEQLEN = 700
-# Fewer rows are drawn several times over, so that errors are no matter of chance.
+# Problems with fewer rows are drawn several times, so that chance does not decide.
 DRAWN_ROWS = 512
 # The results that are float32 whatever the inputs are, and meet no rounding to a half type; of attention the
 # log-sum-exp and gradients of what joins the logits. A row of them is often one number, which nothing averages, and
@@ -79,7 +79,7 @@ class Problem:
     def run(
         self, backend: str, grads: list[Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """Outputs and gradients, with the floating tensors cast to `dtype`."""
+        """Return outputs and gradients, with the floating tensors cast to `dtype`."""
         cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in self.tensors.items()}
         return outputs_and_gradients(
             lambda **leaves: self.function(**leaves, **self.settings, backend=backend), cast, grads
@@ -93,7 +93,7 @@ class Problem:
 
 
 def assert_obeys_the_rules(problem: Problem, grads: list[Tensor], backend: str = 'triton') -> dict[str, Tensor]:
-    """Every output and gradient by the error rules. Returns what the backend gave."""
+    """Assert the error rules for every output and gradient. Returns the results of the backend."""
     result, same_dtype, gold = (
         problem.run(name, grads, dtype) for name, dtype in ((backend, None), ('eager', None), ('eager', torch.float64))
     )
@@ -115,7 +115,7 @@ def _broken_rules(
 
 
 def draw_problem(op: str, index: int, device: torch.device) -> tuple[Problem, torch.Generator]:
-    """Problem `index` of an op, and a generator for gradients of its outputs."""
+    """Return problem `index` of an op, and a generator for gradients of its outputs."""
     draws = {
         'window': draw_window,
         'compressed': draw_compressed,
@@ -133,7 +133,7 @@ def draw_problem(op: str, index: int, device: torch.device) -> tuple[Problem, to
 
 @dataclass(frozen=True)
 class Drawn:
-    """What all problems have in common."""
+    """Properties that all problems share."""
 
     random: Random
     dtype: torch.dtype
@@ -161,7 +161,7 @@ def draw_shape(random: Random, dtype: torch.dtype, device: torch.device, generat
 
 
 def draw_seqlen(random: Random, *around: int) -> int:
-    """A length, often one that is off a multiple by one."""
+    """Return a length, often one off a multiple."""
     edges = [1, 63, 64, 65, 127, 128, 129, 257, *(max(1, size + by) for size in around for by in (-1, 0, 1))]
     if random.random() < 0.5:
         return min(MAX_SEQLEN, random.choice(edges))
@@ -169,7 +169,7 @@ def draw_seqlen(random: Random, *around: int) -> int:
 
 
 def draw_extents(random: Random, device: torch.device, rows_per_query: int, *around: int) -> Extents:
-    """Every way to place queries among keys, as in tests/support/problems.py, at the sizes of a GPU."""
+    """Return extents of every kind, as in tests/support/problems.py, at the sizes of a GPU."""
     kind = random.choice((*KINDS, 'whole', 'packed'))
     if kind.startswith('packed'):
         return _draw_packed(random, device, kind, *around)
@@ -229,7 +229,7 @@ def draw_window(random: Random, dtype: torch.dtype, device: torch.device, genera
 
 
 def with_memory(mem_k: Tensor, mem_v: Tensor, **tensors_and_settings: Any) -> tuple[Tensor, Tensor]:
-    """compressed_attention with the memory pairs as two tensors that can be differentiated by name."""
+    """Call compressed_attention with the memory pairs as two tensors that can be differentiated by name."""
     return compressed_attention(**tensors_and_settings, mem_kv=(mem_k, mem_v))
 
 
@@ -296,14 +296,14 @@ def draw_indices(drawn: Drawn, extents: Extents, block_size: int, causal: bool) 
     )
 
 
-def draw_choice(
+def draw_selection(
     random: Random,
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,
     block_sizes: tuple[tuple[int, int, int], ...] = BLOCK_SIZES,
 ) -> tuple[Drawn, Extents, tuple[int, int, int], dict[str, Any]]:
-    """What the two ops of block scores take in common; the settings are those of both."""
+    """Return tensors and settings that the two ops of block scores share."""
     drawn = draw_shape(random, dtype, device, generator)
     sizes = random.choice(block_sizes)
     extents = draw_extents(random, device, drawn.heads, sizes[0], sizes[2])
@@ -320,7 +320,7 @@ def draw_choice(
 
 
 def draw_chosen_scores(random: Random, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Problem:
-    drawn, extents, (block_size, stride, selection_block_size), settings = draw_choice(
+    drawn, extents, (block_size, stride, selection_block_size), settings = draw_selection(
         random, dtype, device, generator
     )  # fmt: skip
     q, k_cmp, v_cmp = _draw_compressed_tensors(drawn, extents, block_size, stride)
@@ -349,7 +349,7 @@ def draw_block_mass(random: Random, dtype: torch.dtype, device: torch.device, ge
 
 
 def draw_block_loss(random: Random, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Problem:
-    drawn, extents, (block_size, stride, _), settings = draw_choice(random, dtype, device, generator)
+    drawn, extents, (block_size, stride, _), settings = draw_selection(random, dtype, device, generator)
     q_cmp, k_cmp, _ = _draw_compressed_tensors(drawn, extents, block_size, stride)
     q, k, _ = make_qkv(extents.batch, extents.seqlen_q, extents.seqlen_k, **drawn.shape)
     del settings['seqlen_k']
@@ -375,7 +375,7 @@ def block_loss(q_cmp: Tensor, k_cmp: Tensor, *, target: tuple[Tensor, Tensor], *
 def draw_select_blocks(
     index: int, device: torch.device, exact: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Tensors, settings of the scores, settings of the choice alone.
+    """Return tensors, settings of the scores, settings of the selection alone.
 
     exact: weights are 1 or 0 and the log-sum-exp is 0, so that scores are counts without rounding and many are equal.
     """
@@ -383,7 +383,7 @@ def draw_select_blocks(
     # Thirds of a token cannot be counted without rounding.
     block_sizes = tuple(sizes for sizes in BLOCK_SIZES if not exact or sizes[1] != 3)
     dtype = DTYPES[index % 3]
-    drawn, extents, (block_size, stride, _), settings = draw_choice(random, dtype, device, generator, block_sizes)
+    drawn, extents, (block_size, stride, _), settings = draw_selection(random, dtype, device, generator, block_sizes)
     q, k_cmp, v_cmp = _draw_compressed_tensors(drawn, extents, block_size, stride)
     if exact:
         settings['scale'] = 1.0
@@ -394,18 +394,18 @@ def draw_select_blocks(
         lse = torch.zeros(q.shape[0], drawn.heads, q.shape[1], device=device)
     else:
         lse = attention_lse(q, k_cmp, v_cmp, settings)
-    choice = {
+    selection = {
         'num_selected': random.choice((0, 1, 2, 4, 5, 8, 16, 16, 33)),
         'num_init': random.choice((0, 1, 1, 2)),
         'num_local': random.choice((0, 1, 2, 2, 3)),
         'share_group': drawn.heads > 16 or random.random() < 0.7,
         'num_recent': random.choice((0, 1, 100, 600)) if settings['causal'] else 0,
     }
-    return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, choice
+    return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, selection
 
 
-def choose(backend: str, tensors: dict[str, Tensor], settings: dict[str, Any], choice: dict[str, Any]) -> Tensor:
-    return select_blocks(**tensors, **settings, **choice, backend=backend)
+def choose(backend: str, tensors: dict[str, Tensor], settings: dict[str, Any], selection: dict[str, Any]) -> Tensor:
+    return select_blocks(**tensors, **settings, **selection, backend=backend)
 
 
 def draw_gated_sum(random: Random, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Problem:
@@ -445,7 +445,7 @@ def draw_norm_rotary(random: Random, dtype: torch.dtype, device: torch.device, g
 
 
 def attention_lse(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, settings: dict[str, Any]) -> Tensor:
-    """The log-sum-exp `[B, HQ, T]` that the ops of block scores take."""
+    """Return the log-sum-exp `[B, HQ, T]` that the ops of block scores take."""
     settings = dict(settings)
     sizes = {'block_size': settings.pop('compress_block_size'), 'stride': settings.pop('compress_stride')}
     del settings['selection_block_size']
@@ -478,7 +478,7 @@ def make_nsa(
     device: torch.device | str = 'cuda',
     seed: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and settings of `nsa`; sizes: l, d, l', n, W."""
+    """Return tensors and settings of `nsa`; sizes: l, d, l', n, W."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = {'heads': heads, 'kv_heads': kv_heads, 'head_dim': head_dim, 'dtype': dtype, 'device': device}
     block_size, stride, selection_block_size, num_selected, window = sizes

@@ -25,7 +25,7 @@ from native_sparse_attention.ops._triton.support import is_interpreted
 from native_sparse_attention.testing import outputs_and_gradients, row_errors
 from tests.support.problems import Extents, Heads
 
-# Elements on either side of a buffer that belong to nobody.
+# Elements of the margins on both sides of a buffer.
 MARGIN = 256
 # Buffers beyond this are left alone: filling them would cost more memory than a test has.
 MAX_POISONED_BYTES = 2**28
@@ -74,7 +74,7 @@ class Allocations:
     def poison(self, tensor: Tensor) -> Tensor:
         """Another tensor of the same shape and strides, full of junk."""
         if type(tensor) is not Tensor or tensor.is_meta or _get_current_dispatch_mode() is not None:
-            return tensor  # of a fake implementation, or of those who look on
+            return tensor  # of a fake implementation, or of an observing mode
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         if size == 0 or tensor.requires_grad or size * tensor.element_size() > MAX_POISONED_BYTES:
             return tensor
@@ -153,7 +153,7 @@ def strict_interpreter() -> Iterator[None]:
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def multiply_alike(self: Any, a: Any, b: Any, total: Any, *args: Any) -> Any:
-        """The library that numpy multiplies by adds up in another order on every kind of processor."""
+        """Multiply with one order of summation; numpy's library uses another one on every kind of processor."""
         if not {a.data.dtype.type, b.data.dtype.type} <= {np.float16, np.float32} or total.data.dtype != np.float32:
             return multiply(self, a, b, total, *args)
         product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
@@ -164,7 +164,7 @@ def strict_interpreter() -> Iterator[None]:
         patch.setattr(interpreter.interpreter_builder, 'options', interpreter.InterpreterOptions(debug=True))
         patch.setattr(interpreter.GridExecutor, '__call__', launch_watched)
         patch.setattr(TritonSemantic, 'binary_op_sanitize_overflow_impl', _refuse_overflow)
-        # Of a number and NaN, a GPU takes the number.
+        # The maximum of a number and NaN is the number on a GPU.
         for name, function in (('create_maxnumf', np.fmax), ('create_minnumf', np.fmin)):
             take = partialmethod(interpreter.InterpreterBuilder.binary_op, op=function)
             patch.setattr(interpreter.InterpreterBuilder, name, take)
@@ -265,7 +265,7 @@ def assert_close_to_eager(
     gold = run_eager(op, {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, grads, **settings)
     is_half = any(t.dtype == torch.float16 for t in tensors.values())
     for name, t in run_triton(op, tensors, grads, **settings).items():
-        # Gradients come of rounded weights, whatever their own type.
+        # Gradients depend on rounded weights, whatever their own dtype.
         tolerance = 2e-3 if t.dtype == torch.float16 or (is_half and name.startswith('grad')) else 1e-5
         torch.testing.assert_close(
             t.double(), gold[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f'{n}: {m}'

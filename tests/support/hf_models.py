@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Parameters of a test: families other than llama are not in the quick run.
 LLAMA_FIRST = ['llama', *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name != 'llama')]
-# Small blocks: with 4 blocks of 8 tokens and a window of 8, the choice matters from 32 tokens on.
+# Small blocks: with 4 blocks of 8 tokens and a window of 8, the selection matters from 32 tokens on.
 SETTINGS: dict[str, Any] = {
     'selection_block_size': 8,
     'num_selected_blocks': 4,

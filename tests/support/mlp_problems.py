@@ -1,4 +1,4 @@
-"""The launches that compute φ as an MLP, by themselves: blocks, networks, and the error rules."""
+"""The launches that compute φ as an MLP, alone: blocks, networks and the error rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_mlps(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pair:
-    """Networks for keys and for values, no layer of which starts at 0."""
+    """Return networks for keys and for values, without layers that start at 0."""
     heads = (kv_heads,) if make is GroupedMLP else ()
     networks = [make(dim, block_size, *heads, expand_factor).to(device, dtype) for dim in dims]
     for parameter in (p for network in networks for p in network.parameters()):
@@ -58,7 +58,7 @@ def weights_of(networks: Pair, blocks: Pair) -> Mlps | None:
 
 
 def of_networks(networks: Pair, blocks: Pair) -> list[Tensor]:
-    """Return what the networks give, `[B, K, H, D or DV]`."""
+    """Return the results of the networks, `[B, K, H, D or DV]`."""
     pairs = zip(networks, blocks, strict=True)
     return [network(b.transpose(1, 2)).transpose(1, 2) for network, b in pairs]
 
@@ -67,7 +67,7 @@ def of_networks(networks: Pair, blocks: Pair) -> list[Tensor]:
 def check_compress(
     networks: Pair, blocks: Pair, lengths: list[int], num_tokens: int, complete: list[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Hold the complete blocks against the networks, by the error rules. complete: their number in each row."""
+    """Compare the complete blocks with the networks by the error rules. complete: their number in each row."""
     found = run_compress(networks, blocks, lengths, num_tokens)
     is_complete = torch.arange(blocks[0].shape[1]) < torch.tensor(complete)[:, None]
     is_complete = is_complete.to(blocks[0].device)

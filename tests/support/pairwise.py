@@ -1,4 +1,4 @@
-"""Which of the combinations of a test's parameters are run: so many that every pair of values occurs in one of them."""
+"""Selection of the combinations of a test's parameters that are run: every pair of values occurs in one of them."""
 
 from __future__ import annotations
 

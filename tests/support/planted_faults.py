@@ -1,9 +1,9 @@
-"""Whether the tests notice when a kernel is wrong: one-line faults are planted, one at a time, and the tests must fail.
+"""Check that tests notice wrong kernels: one-line faults are planted one at a time, and the tests must fail.
 
     python -m tests.support.planted_faults [--jobs 2] [--only WORD] [--first N]
 
-A copy of the package and its tests in a temporary directory carries the fault. The tests pass there without one, or
-nothing is said. Exits with 1 unless 95 % of the faults are caught.
+A copy of the package and its tests in a temporary directory has the fault; without one the tests must pass there. Exits
+with 1 unless 95 % of the faults are caught.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ INTERVAL = ('test_window_attention.py', 'test_window_attention_guarantees.py', *
 SELECTED = ('test_selected_attention.py', 'test_selected_attention_guarantees.py')
 ORDER = ('test_selected_attention_order.py',)
 UNION, CAPPED = ('test_selected_attention_union.py',), ('test_selected_features.py',)
-CHOICE = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
+SELECTION = ('test_select_blocks.py', 'test_select_blocks_guarantees.py')
 COLUMNS = ('test_select_blocks_columns.py',)
-CHOICE_FEATURES = ('test_choice_features.py',)
+SELECTION_FEATURES = ('test_selection_features.py',)
 SCORES, GATED, PLACED = ('test_chosen_scores.py',), ('test_gated_sum.py',), ('test_varlen.py', *INTERVAL)
 FORWARD, BACKWARD = '_triton/interval/forward.py', '_triton/interval/backward.py'
 INTERVAL_OP, SUM_OP = '_triton/interval/op.py', 'gated_sum/triton/op.py'
@@ -67,7 +67,7 @@ SELECTED_MAXIMA = ('test_selected_attention_maxima.py',)
 FINITE, INVERSE_INDEX = '_triton/finite.py', '_triton/inverse_index.py'
 TILE_ROWS = '_triton/tiles.py'
 SELECT, GATED_SUM = 'block_selection/triton/select.py', 'gated_sum/triton/kernels.py'
-RANKS, MEMBERS = 'block_selection/triton/topk.py', 'block_selection/triton/group_columns.py'
+TOPK, MEMBERS = 'block_selection/triton/topk.py', 'block_selection/triton/group_columns.py'
 ROTARY, ROTATION = 'rotary/triton/kernels.py', '_triton/rotation.py'
 HEAD_NORM, NORMS = 'rotary/triton/norm_kernels.py', ('test_norm_rotary.py',)
 SCORES_FORWARD = 'block_selection/triton/scores_forward.py'
@@ -102,7 +102,7 @@ FAULTS = [
     Fault('positions of the first head for all', TILES, 'open_tile', 'tile_rows // HEADS', 'tile_rows % (BLOCK_M // HEADS)', INTERVAL),
     Fault('tiles by descriptor one key late', TILES, 'load_keys', '+ start,', '+ start + 1,', ('test_interval_tiles.py',)),
     Fault('not a number goes unseen', FORWARD, '_attend', 'tl.sum(tl.where(read, nonfinite_rows[None, :], 0.0), 1)[:, None]', '0.0', INTERVAL),
-    Fault('what a row does not read spoils it', FORWARD, 'forward_kernel', '(is_finite_tile(sums[2]) and are_near)', 'are_near', INTERVAL),
+    Fault('values that a row does not read change its output', FORWARD, 'forward_kernel', '(is_finite_tile(sums[2]) and are_near)', 'are_near', INTERVAL),
     Fault('maxima: however far they are', FORWARD, 'forward_kernel', '(is_finite_tile(sums[2]) and are_near)', 'is_finite_tile(sums[2])', MAXIMA),
     Fault('maxima: fixed in every pass', FORWARD, 'forward_kernel', '_is_near(sums[1])', '((sums[1] >= 0) | (sums[1] < 0))', MAXIMA),
     Fault('maxima: sums that overflow alone', FORWARD, 'forward_kernel', '& (tl.sum(sums[2] - sums[2], 1) == 0)', '', MAXIMA),
@@ -116,8 +116,8 @@ FAULTS = [
     Fault('delta not corrected', BACKWARD, 'dq_kernel', '(dq - missing[:, None] * mean_k)', 'dq', INTERVAL),
     Fault('delta of k not corrected', BACKWARD, 'dq_kernel', 'delta + missing', 'delta', INTERVAL),
     Fault('first memory key skipped', DKV, '_find_split', 'key_rows < interval.num_memory', '(key_rows < interval.num_memory) & (key_rows > 0)', MEMORY),
-    Fault('memory: queries that read it are those that read the first block', TILES, '_first_query', 'tl.where(key < 0, 0, tl.maximum(key * interval.stride + interval.reach - offset, 0))', 'tl.maximum(key * interval.stride + interval.reach - offset, 0)', MEMORY),
-    Fault('memory: gradients stand where those of keys do', DKV, 'dkv_kernel', 'if JOINED: stored_rows', 'if not JOINED:\n            stored_rows', MEMORY),
+    Fault('memory: queries that read the first block taken for its readers', TILES, '_first_query', 'tl.where(key < 0, 0, tl.maximum(key * interval.stride + interval.reach - offset, 0))', 'tl.maximum(key * interval.stride + interval.reach - offset, 0)', MEMORY),
+    Fault('memory: gradients stored at those of keys', DKV, 'dkv_kernel', 'if JOINED: stored_rows', 'if not JOINED:\n            stored_rows', MEMORY),
     Fault('memory: keys of a tile begin at 0', DKV, 'dkv_kernel', 'first_key -= interval.num_memory', 'first_key -= 0', MEMORY),
     Fault('dkv: parts and heads change places', DKV, 'dkv_kernel', '(0) // parts', '(0)', INTERVAL),
     Fault('dkv: tiles of queries of another sequence', DKV, '_add_queries', '= query_start +', '=', INTERVAL_TILES),
@@ -125,7 +125,7 @@ FAULTS = [
     Fault('dkv: tiles of queries by descriptor, with care too', DKV, '_add_queries', 'and not CONTAIN_NONFINITE', '', INTERVAL_TILES),
     Fault('queries that are not finite leak', DKV, '_add_queries', 'split_finite(q)', 'q, 0', INTERVAL),
     Fault('keys that are not finite leak', BACKWARD, '_add_keys', 'k, _ = split_finite(k)', '', INTERVAL),
-    Fault('what a row does not read spoils its gradient', BACKWARD, 'dq_kernel', 'not is_finite_tile(sums[0] + sums[1])', 'end_tiles < 0', INTERVAL),
+    Fault('keys that a row does not read change its gradient', BACKWARD, 'dq_kernel', 'not is_finite_tile(sums[0] + sums[1])', 'end_tiles < 0', INTERVAL),
     Fault('a head of a group left out', DKV, '_add_heads', '(HEADS)', '(tl.cdiv(HEADS, 2))', INTERVAL),
     Fault('a head of a group left out of a window', DKV, '_add_heads', '(HEADS * (last_tile - first_tile))', '(tl.cdiv(HEADS, 2) * (last_tile - first_tile))', INTERVAL),
     Fault('a window: a tile left out of all heads but the first', DKV, '_add_heads', ', first_tile, index', ', first_tile + 1, index', INTERVAL),
@@ -151,7 +151,7 @@ FAULTS = [
     Fault('selected: a future key is read', BLOCK_LOOP, 'find_keys', '+ 1,', '+ 2,', SELECTED),
     Fault('selected: a repeated index is read again', BLOCK_LOOP, 'load_step', 'first < last first', 'first >= 0\n        first', SELECTED),
     Fault('selected: tail keys of the own block skipped', BLOCK_LOOP, 'find_full_blocks', 'readable % BLOCK_SIZE', '0', SELECTED),
-    # Gradients of logits that are passed on
+    # Stored gradients of logits
     Fault('stored dlogits: heads not permuted', DLOGITS, 'find_head', '// 16 * 16 + column % 4 // 2 * 8 + column % 16 // 4 * 2 + column % 2', '', STORED),
     Fault('stored dlogits: second row of a thread equals the first', DLOGITS, 'store_dlogits', '[:, None, None, None, None] * 32', '[:, None, None, None, None] * 0', STORED),
     Fault('stored dlogits: chunks of large groups overlap', DLOGITS, 'store_dlogits', '(GROUP // 16) + chunk', '(GROUP // 16)', STORED),
@@ -218,33 +218,33 @@ FAULTS = [
     Fault('fused: gate applied to dq twice', BY_BLOCK_BACKWARD, 'BlockQueryGradients._add_partials', 'computes_dq != self.fused', 'computes_dq', SELECTED_GATES),
     Fault('merged: factors of some heads by block', BY_BLOCK_BACKWARD, '_add_heads', 'rows.view(*out.shape, group)', 'rows.view(*out.shape, group)[..., :1]', ('test_merged_attention.py',)),
     Fault('CSR index: token of the next entry', BLOCK_TO_QUERY, 'locate_entries', '(entry // (sizes.repeats * sizes.num_selected))', '((entry + 1) // (sizes.repeats * sizes.num_selected))', SELECTED[:1]),
-    # Choice of blocks
-    Fault('overlap of blocks off', SELECT, '_add_step', 'tl.maximum(start, 0)', 'start', CHOICE),
-    Fault('what is handed on forgotten', RANKS, 'make_sort_keys', 'score += tl.gather', 'score += 0.0 * tl.gather', CHOICE),
-    Fault('a tile begins one block late', SELECT, 'select_kernel', '(BLOCK_J - OVERLAP)', 'BLOCK_J', CHOICE),
-    Fault('one step of the running choice missing', RANKS, '_replace', '(find_largest(num_larger), num_selected)', '(find_largest(num_larger), num_selected - 1)', CHOICE),
-    Fault('tiles that some queries see in part go unmasked', SELECT, 'select_kernel', '((first_block + BLOCK_J) * SPREAD > seen)', '((first_block + BLOCK_J) * SPREAD > seen + 1)', CHOICE),
-    Fault('ties go to the higher block', RANKS, '_replace', 'tl.min(tl.where(sort_keys == largest, block, 2**30), 1)', 'tl.max(tl.where(sort_keys == largest, block, -1), 1)', CHOICE),
-    Fault('of equal blocks the lower one makes room', RANKS, '_replace', 'tl.max(tl.where(topk == smallest, topk_blocks, -(2**30)), 1)', 'tl.min(tl.where(topk == smallest, topk_blocks, 2**30), 1)', CHOICE),
-    Fault('a block of the future may be chosen', RANKS, '_force_blocks', 'choosable & (distance >= 0)', 'choosable & (distance >= -1)', CHOICE),
-    Fault('tiles with the first local block unforced', RANKS, 'make_sort_keys', 'selection.num_local + 1', 'selection.num_local + 2', CHOICE + COLUMNS),
-    Fault('blocks of the window may be chosen', SELECT, 'select_kernel', 'offset + queries - selection.num_recent', 'offset + queries', CHOICE),
-    Fault('one local block too many', RANKS, '_force_blocks', 'reach < selection.num_local', 'reach <= selection.num_local', CHOICE),
-    Fault('compressed blocks seen early', SELECT, 'select_kernel', 'sizes.block_size - 1', 'sizes.block_size - 2', CHOICE),
-    Fault('keys of another sequence', SELECT, 'select_kernel', ', key_start +', ',', CHOICE[1:]),
+    # Block selection
+    Fault('overlap of blocks off', SELECT, '_add_step', 'tl.maximum(start, 0)', 'start', SELECTION),
+    Fault('carried part of the next score forgotten', TOPK, 'make_sort_keys', 'score += tl.gather', 'score += 0.0 * tl.gather', SELECTION),
+    Fault('a tile begins one block late', SELECT, 'select_kernel', '(BLOCK_J - OVERLAP)', 'BLOCK_J', SELECTION),
+    Fault('one step of the running top-k missing', TOPK, '_replace', '(find_largest(num_larger), num_selected)', '(find_largest(num_larger), num_selected - 1)', SELECTION),
+    Fault('tiles that some queries see in part go unmasked', SELECT, 'select_kernel', '((first_block + BLOCK_J) * SPREAD > seen)', '((first_block + BLOCK_J) * SPREAD > seen + 1)', SELECTION),
+    Fault('ties go to the higher block', TOPK, '_replace', 'tl.min(tl.where(sort_keys == largest, block, 2**30), 1)', 'tl.max(tl.where(sort_keys == largest, block, -1), 1)', SELECTION),
+    Fault('of equal blocks the lower one makes room', TOPK, '_replace', 'tl.max(tl.where(topk == smallest, topk_blocks, -(2**30)), 1)', 'tl.min(tl.where(topk == smallest, topk_blocks, 2**30), 1)', SELECTION),
+    Fault('a later block may be selected', TOPK, '_force_blocks', 'choosable & (distance >= 0)', 'choosable & (distance >= -1)', SELECTION),
+    Fault('tiles with the first local block unforced', TOPK, 'make_sort_keys', 'selection.num_local + 1', 'selection.num_local + 2', SELECTION + COLUMNS),
+    Fault('blocks of the window may be selected', SELECT, 'select_kernel', 'offset + queries - selection.num_recent', 'offset + queries', SELECTION),
+    Fault('one local block too many', TOPK, '_force_blocks', 'reach < selection.num_local', 'reach <= selection.num_local', SELECTION),
+    Fault('compressed blocks seen early', SELECT, 'select_kernel', 'sizes.block_size - 1', 'sizes.block_size - 2', SELECTION),
+    Fault('keys of another sequence', SELECT, 'select_kernel', ', key_start +', ',', SELECTION[1:]),
     Fault('keys of a step by descriptor: one row late', SELECT, '_load_step', '(tl.int32)', '(tl.int32) + 1', COLUMNS),
-    Fault('the place of keys before a sequence rounded towards 0', SELECT, '_load_step', 'floor_divide(first_key, SPREAD)', 'first_key // SPREAD', CHOICE),
-    Fault('what an infinite weight does not reach', SELECT, '_add_step', 'tl.where(beyond > 0, weights, 0.0)', 'weights', COLUMNS),
-    Fault('columns: of score 0 full columns are forgotten', RANKS, 'select_largest', '[0] >=', '[0] >', COLUMNS),
+    Fault('the place of keys before a sequence rounded towards 0', SELECT, '_load_step', 'floor_divide(first_key, SPREAD)', 'first_key // SPREAD', SELECTION),
+    Fault('infinite weight counts for a block that it does not overlap', SELECT, '_add_step', 'tl.where(beyond > 0, weights, 0.0)', 'weights', COLUMNS),
+    Fault('columns: of score 0 full columns are forgotten', TOPK, 'select_largest', '[0] >=', '[0] >', COLUMNS),
     Fault('heads of another query', MEMBERS, '_locate_columns', '// (QUERIES * BLOCK_G) * QUERIES + columns', '', COLUMNS),
-    Fault('columns: what a full column dropped is forgotten', RANKS, 'select_largest', '2**31 - 1,', '-1,', COLUMNS),
-    Fault('columns: one pass, whatever is left', RANKS, 'select_largest', '(is_open.to(tl.int32)) > 0', '(is_open.to(tl.int32)) > 1', COLUMNS),
-    Fault('columns: the last block is taken once more', RANKS, 'update_topk', 'block > last', 'block >= last', COLUMNS),
-    Fault('columns: equal blocks in disorder', RANKS, '_insert', 'is_larger | (sort_keys > sort_key)', 'sort_keys > sort_key', COLUMNS),
-    Fault('columns: more than the count of a row', RANKS, 'select_largest', '(largest < 2**31 - 1) & (count < limit)', '(largest < 2**31 - 1) & (count < limit + 1)', COLUMNS),
+    Fault('columns: candidates dropped by a full column forgotten', TOPK, 'select_largest', '2**31 - 1,', '-1,', COLUMNS),
+    Fault('columns: one pass, though rows are incomplete', TOPK, 'select_largest', '(is_open.to(tl.int32)) > 0', '(is_open.to(tl.int32)) > 1', COLUMNS),
+    Fault('columns: the last block is taken once more', TOPK, 'update_topk', 'block > last', 'block >= last', COLUMNS),
+    Fault('columns: equal blocks in disorder', TOPK, '_insert', 'is_larger | (sort_keys > sort_key)', 'sort_keys > sort_key', COLUMNS),
+    Fault('columns: more than the count of a row', TOPK, 'select_largest', '(largest < 2**31 - 1) & (count < limit)', '(largest < 2**31 - 1) & (count < limit + 1)', COLUMNS),
     Fault('keys of a step: the last ones forgotten', SELECT, 'spread_keys', ', whole,', ', whole - 1,', COLUMNS),
-    # Scores of the chosen
-    Fault('what pads a group is counted', SCORES_FORWARD, 'forward_kernel', '(tile_rows < GROUP)', '(tile_rows >= 0)', SCORES),
+    # Scores of selected blocks
+    Fault('padding of a group counted', SCORES_FORWARD, 'forward_kernel', '(tile_rows < GROUP)', '(tile_rows >= 0)', SCORES),
     Fault('shared tokens off by one', SCORES_TILES, 'share_of', '(start, 0)', '(start, 1)', SCORES),
     Fault('one local block more has no gradient', SCORES_TILES, 'is_forced', 'blocks > own_block', 'blocks >= own_block', SCORES),
     Fault('own block below position 0 rounded up', SCORES_TILES, 'is_forced', 'floor_divide(positions - sizes.num_recent, meta.selection_block)', '(positions - sizes.num_recent) // meta.selection_block', SCORES),
@@ -253,21 +253,21 @@ FAULTS = [
     Fault('gradients of queries by scores of forced blocks', SCORES_FORWARD, 'dq_kernel', 'is_forced(blocks, position, sizes', 'is_forced(blocks + 1, position, sizes', SCORES),
     Fault('entries of this step twice in the gradient of scores', SCORES_BACKWARD, 'partial_kernel', 'first_row + BLOCK_M', 'first_row', SCORES),
     Fault('causal mask off in the gradient of scores', SCORES_BACKWARD, 'partial_kernel', 'sizes.block_size - 1', 'sizes.block_size', SCORES),
-    Fault('one block more than the count of a row', SELECT, 'select_kernel', '(counts, 0)', '(counts + 1, 0)', CHOICE_FEATURES),
-    Fault('counts of another index head', SELECT, 'select_kernel', '+ rows,', '+ rows - index_head,', CHOICE_FEATURES),
-    Fault('scores of logits without their cap', SCORES_TILES, 'weigh', 'cap_logits(products * scale, softcap)', 'products * scale', CHOICE_FEATURES),
-    Fault('slope of the soft cap forgotten', SCORES_TILES, 'before_cap', '* cap_slope(products * scale, softcap)', '', CHOICE_FEATURES),
+    Fault('one block more than the count of a row', SELECT, 'select_kernel', '(counts, 0)', '(counts + 1, 0)', SELECTION_FEATURES),
+    Fault('counts of another index head', SELECT, 'select_kernel', '+ rows,', '+ rows - index_head,', SELECTION_FEATURES),
+    Fault('scores of logits without their cap', SCORES_TILES, 'weigh', 'cap_logits(products * scale, softcap)', 'products * scale', SELECTION_FEATURES),
+    Fault('slope of the soft cap forgotten', SCORES_TILES, 'before_cap', '* cap_slope(products * scale, softcap)', '', SELECTION_FEATURES),
     # Gated sum
     Fault('window gated as selected', GATED_SUM, 'forward_kernel', '+ 2 *', '+', GATED),
     Fault('gradients of gates off by half a percent', GATED_SUM, '_store_dgate', '(dout * branch.to(tl.float32), 1)', '(dout * branch.to(tl.float32), 1) * 0.995', GATED),
-    # Gates that attentions differentiate
+    # Gates inside the attentions
     Fault('gates: gradients of q without them', BACKWARD, 'dq_kernel', 'gate[:, None]', '1.0', OF_GATES),
     Fault('gates: their logarithm added', BACKWARD, 'dq_kernel', 'tl.log2(gate)', '(-tl.log2(gate))', OF_GATES),
-    Fault('gates: those below 0 are 1 in gradients of k and v', DKV, '_add_queries', '= tl.where(is_negative[None, :], -weights, weights)', '*= 1.0', OF_GATES),
-    Fault('gates: those above 0 taken for others beside one below 0', DKV, '_add_queries', 'tl.where(is_negative, of_negative, lse_log2)', 'of_negative', OF_GATES),
+    Fault('gates: gates below 0 are 1 in gradients of k and v', DKV, '_add_queries', '= tl.where(is_negative[None, :], -weights, weights)', '*= 1.0', OF_GATES),
+    Fault('gates: all gates of a tile taken as negative', DKV, '_add_queries', 'tl.where(is_negative, of_negative, lse_log2)', 'of_negative', OF_GATES),
     Fault('gates: another number of a row', DKV, '_load_stats', 'first, third', 'third, first', OF_GATES),
     Fault('gates: gradient of a bias without their sign', DBIAS, 'dbias_kernel', 'sign * weights', 'weights', OF_GATES),
-    Fault('gates: gradient of a bias without those below 0', DBIAS, 'dbias_kernel', '= tl.where(is_negative, of_negative, lse_log2)', '*= 1.0', OF_GATES),
+    Fault('gates: gradient of a bias without gates below 0', DBIAS, 'dbias_kernel', '= tl.where(is_negative, of_negative, lse_log2)', '*= 1.0', OF_GATES),
     Fault('gates: gradient of sinks without them', INTERVAL_OP, '_backward', 'if gate is None else delta * gate.transpose(1, 2)', '', OF_GATES),
     Fault('gates: their gradient with the wrong sign', INTERVAL_OP, '_backward', 'dgate = row_stats', 'dgate = -row_stats', OF_GATES),
     Fault('gates: a branch of the sum without a gradient', SUM_OP, '_differentiate', 'dout, dout,', 'dout, None,', OF_GATES),
@@ -315,7 +315,7 @@ FAULTS = [
     Fault('by union: large queries not noticed', UNION_LOOP, 'count_steps', 'and is_small_query', '', SELECTED[1:]),
     Fault('by union: large output gradients not noticed', UNION_BACKWARD, 'union_dq_kernel', 'and is_small_tile(dout)', '', SELECTED[1:]),
     Fault('by union: large values not noticed', FINITE, 'finite_kernel', '& is_small_tile(v)', '', SELECTED[1:]),
-    Fault('neighbours: products that may be infinite', FINITE, '', '(2.0**59)', '(2.0**126)', ('test_finite.py',)),
+    Fault('by union: products that may be infinite', FINITE, '', '(2.0**59)', '(2.0**126)', ('test_finite.py',)),
     Fault('by union: unselected blocks not masked', UNION_FORWARD, '_attend', "tl.where(is_selected, -reference, float('-inf'))", '-reference', SELECTED[1:]),
     Fault('by union: unselected blocks not masked in dq', UNION_BACKWARD, '_differentiate', "tl.where(is_selected, -lse_log2, float('-inf'))", '-lse_log2', SELECTED[1:]),
     Fault('by union: vanishing weights kept', UNION_FORWARD, '_are_near', 'total > LEAST', 'total >= 0.0', SELECTED_MAXIMA),
@@ -344,12 +344,12 @@ FAULTS = [
     Fault('soft cap: no slope in the gradient of k', SELECTED_DKV, '_add_rows', 'cap_slope(logits_log2, softcap * 1.4426950408889634)', '1.0', CAPPED),
     # Decoding
     Fault('decoding: all tokens at one position', APPEND, '_copy', '(old + token)', 'old', DECODING),
-    Fault('decoding: what does not fit is written', APPEND, '_copy', 'positions, positions < length', 'positions, positions >= 0', DECODING[1:]),
-    Fault('decoding: what does not fit goes into the ring', APPEND, '_gather_blocks', 'token < length', 'token >= 0', DECODING[1:]),
+    Fault('decoding: tokens beyond the capacity written', APPEND, '_copy', 'positions, positions < length', 'positions, positions >= 0', DECODING[1:]),
+    Fault('decoding: tokens beyond the capacity in the ring', APPEND, '_gather_blocks', 'token < length', 'token >= 0', DECODING[1:]),
     Fault('decoding: places of the ring off by one', APPEND, '_gather_blocks', '(old + token)', '(old + token + 1)', DECODING),
     Fault('decoding: blocks of the next step', APPEND, '_gather_blocks', '(old, sizes.block_size, sizes.stride)', '(old + sizes.stride, sizes.block_size, sizes.stride)', DECODING),
     Fault('decoding: positions in a block of the first head', APPEND, '_gather_blocks', '* sizes.block_size +', '* 0 +', DECODING),
-    Fault('decoding: mean of what pads a block', APPEND, '_gather_blocks', '[BLOCK_D], sizes.block_size,', '[BLOCK_D], (sizes.block_size + variant.block_l - 1) // variant.block_l * variant.block_l,', DECODING),
+    Fault('decoding: mean of the padding of a block', APPEND, '_gather_blocks', '[BLOCK_D], sizes.block_size,', '[BLOCK_D], (sizes.block_size + variant.block_l - 1) // variant.block_l * variant.block_l,', DECODING),
     Fault('decoding: first new token missing in its block', APPEND, '_gather_blocks', 'x = tl.where((tokens >= old)[:, None]', 'x = tl.where((tokens > old)[:, None]', DECODING),
     Fault('decoding: angles not interpolated', APPEND, 'append_kernel', 'tl.div_rn((old + token).to(tl.float32), angles.factor)', '(old + token).to(tl.float32)', DECODING),
     Fault('decoding: entry of another place of a page', STORAGE, 'locate', '(tokens % pages.size)', '((tokens + 1) % pages.size)', DECODING),
@@ -363,10 +363,10 @@ FAULTS = [
     Fault('decoding: no rescale of the sum', COMPRESSED, 'compressed_kernel', 'totals * shrink[:, None]', 'totals', DECODING),
     Fault('decoding: last new block not stored', COMPRESSED, '_store_new', '(block < num_keys)', '(block < num_keys - 1)', DECODING),
     Fault('decoding: tiles of a part forgotten', COMPRESSED, 'compressed_kernel', 'tl.cdiv(num_tiles, num_splits)', 'num_tiles // num_splits', DECODING),
-    Fault('decoding: a block of the future may be chosen', CHOOSE, 'choose_kernel', '(block <= own_block)', '(block <= own_block + 1)', DECODING[1:]),
-    Fault('decoding: blocks of the window may be chosen', CHOOSE, 'choose_kernel', 'position - selection.num_recent', 'position', MERGED_DECODING),
-    Fault('decoding: what is handed on forgotten', CHOOSE, 'choose_kernel', 'next_scores += _add_heads', 'next_scores += 0.0 * _add_heads', DECODING[1:]),
-    Fault('decoding: what the chunk before hands on forgotten', CHOOSE, 'choose_kernel', 'first += _add_heads', 'first += 0.0 * _add_heads', DECODING[1:]),
+    Fault('decoding: a later block may be selected', CHOOSE, 'choose_kernel', '(block <= own_block)', '(block <= own_block + 1)', DECODING[1:]),
+    Fault('decoding: blocks of the window may be selected', CHOOSE, 'choose_kernel', 'position - selection.num_recent', 'position', MERGED_DECODING),
+    Fault('decoding: carried part of the next score forgotten', CHOOSE, 'choose_kernel', 'next_scores += _add_heads', 'next_scores += 0.0 * _add_heads', DECODING[1:]),
+    Fault('decoding: carried part of the chunk before forgotten', CHOOSE, 'choose_kernel', 'first += _add_heads', 'first += 0.0 * _add_heads', DECODING[1:]),
     Fault('decoding: maxima of the first tile for all', CHOOSE, 'choose_kernel', '(TILE // RUN)', '(TILE // RUN) * 0', DECODING[1:]),
     Fault('decoding: sums of other heads', CHOOSE, 'choose_kernel', '+ index_head % REPEATS * share', '', DECODING[1:]),
     Fault('decoding: a head of a group left out', CHOOSE, 'choose_kernel', 'heads < share', '(heads < share) & ((heads > 0) | (share == 1))', DECODING[1:]),
@@ -379,12 +379,12 @@ FAULTS = [
     Fault('decoding: merged before all are done', CHOOSE, 'choose_kernel', 'num_merged - 1', 'tl.minimum(num_merged - 1, 1)', DECODING),
     Fault('decoding: counts of programs stay', CHOOSE, 'choose_kernel', '(counts_ptr + leader, 0)', '(counts_ptr + leader, num_merged)', DECODING),
     Fault('decoding: window one key too wide', ATTEND, 'attend_kernel', 'tiles_read.window_size + 1', 'tiles_read.window_size', DECODING),
-    Fault('decoding: window reads chosen blocks again', ATTEND, 'attend_kernel', '(known == 0)', '(known == known)', DECODING),
-    Fault('decoding: first key of the window missing in a chosen block', ATTEND, 'attend_kernel', 'tokens >= first_in_window', 'tokens > first_in_window', DECODING),
+    Fault('decoding: window reads selected blocks again', ATTEND, 'attend_kernel', '(known == 0)', '(known == known)', DECODING),
+    Fault('decoding: first key of the window missing in a selected block', ATTEND, 'attend_kernel', 'tokens >= first_in_window', 'tokens > first_in_window', DECODING),
     Fault('decoding: selected branch reads the future', ATTEND, 'attend_kernel', '(tokens <= position)', '(tokens <= position + 1)', DECODING),
     Fault('decoding: window gated as selected', ATTEND, 'combine_kernel', '+ 2 *', '+', DECODING),
     Fault('decoding, merged: window not read', ATTEND, 'attend_kernel', 'in_selected = exists', 'in_selected = exists & is_chosen', MERGED_DECODING),
-    Fault('decoding, merged: chosen blocks read again', ATTEND, 'attend_kernel', '(known == 0)', '(known == known)', MERGED_DECODING),
+    Fault('decoding, merged: selected blocks read again', ATTEND, 'attend_kernel', '(known == 0)', '(known == known)', MERGED_DECODING),
     Fault('decoding, merged: gate dropped', ATTEND, 'combine_kernel', 'out += _join(compressed) * gate_compressed', 'out += _join(compressed)', MERGED_DECODING),
     Fault('decoding, merged: parts of two branches', ATTEND, 'combine_kernel', 'share if MERGED else 2 * share', '2 * share', MERGED_DECODING),
     Fault('decoding, merged: new keys not stored', COMPRESSED, '_store_new', '(block < num_keys)', '(block < first_new)', MERGED_DECODING),
@@ -410,13 +410,13 @@ FAULTS = [
     Fault('decoding: launches replayed for other strides', DECODING_STEP, 'look_at', '(t.shape, t.stride(), t.dtype, t.device', '(t.shape, t.dtype, t.device', AGAIN),
     Fault('decoding: launches replayed for another tensor of the cache', DECODING_STEP, 'look_at', ', t.data_ptr()', '', AGAIN),
     Fault('decoding: launches replayed for a copy of an argument', PREPARED, 'LaunchCache.launch', 'and self._stays(first)', '', AGAIN),
-    Fault('decoding: tensors given twice not told apart', PREPARED, 'LaunchCache.give', 'and id(tensor) not in self._given', '', AGAIN),
+    Fault('decoding: tensors given twice not distinguished', PREPARED, 'LaunchCache.give', 'and id(tensor) not in self._given', '', AGAIN),
     Fault('decoding: launches do not hold the workspace', PREPARED, 'LaunchCache._stays', 'self._held.append(tensor)', 'pass', AGAIN),
 ]  # fmt: skip
 
 
 def import_libraries() -> None:
-    """Import what takes seconds, but neither the package nor its tests."""
+    """Import libraries that take seconds, but neither the package nor its tests."""
     os.environ.update(OMP_NUM_THREADS='1', TRITON_INTERPRET='1', CUDA_VISIBLE_DEVICES='')
     for module in ('torch._dynamo', 'triton.runtime.interpreter', 'einops'):
         importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""A fault, the place in the package that it names, and a copy of the package that carries it."""
+"""A planted fault, the place in the package that it names, and a copy of the package with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of the interpreter that play compiled ones: they get addresses and numbers alone, as from a launcher."""
+"""Kernels of the interpreter that stand in for compiled ones: they get addresses and numbers, as from a launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STREAM = 7
 
 
 class Played(CompiledKernel):
-    """What Triton would return for a launch: runs the kernel of the interpreter on memory at the addresses it gets."""
+    """Stands in for the result of Triton's launch: runs the interpreted kernel on memory at the given addresses."""
 
     function, packed_metadata = 11, (1, 1, 0)
 
@@ -46,7 +46,7 @@ def _items(value: Any) -> tuple[Any, ...]:
 
 
 class Layout(NamedTuple):
-    """What a kernel was compiled for. alignment: bytes that addresses lie behind what 16 divides."""
+    """Properties for which a kernel was compiled. alignment: bytes of an address beyond a multiple of 16."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 
 
 def _layout(arg: Any) -> Layout | None:
-    """Of a tensor, which may be the first of a tuple."""
+    """Return the layout of a tensor, which may be the first entry of a tuple."""
     first = arg[0] if isinstance(arg, tuple) and arg else arg
     if not isinstance(first, Tensor):
         return None

@@ -1,4 +1,4 @@
-"""Problems for the ops as hypothesis draws them, and the comparison of an op with its definition."""
+"""Problems for the ops, drawn by hypothesis, and the comparison of an op with its definition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.definition.definition import count_compressed_blocks
 
 @dataclass(frozen=True)
 class Extents:
-    """Queries and keys of a call: `[B, T]` and `[B, S]`, and the arguments that place the ones among the others."""
+    """Queries and keys of a call, `[B, T]` and `[B, S]`, and the arguments that place the queries among the keys."""
 
     batch: int
     seqlen_q: int
@@ -33,12 +33,12 @@ class Extents:
         return sum(counts) if self.packed else max(counts, default=0)
 
     def poison_keys(self, *tensors: Tensor) -> None:
-        """NaN in every key `[B, S, ...]` that belongs to no sequence."""
+        """Set every key `[B, S, ...]` that belongs to no sequence to NaN."""
         for tensor in tensors:
             self._poison(tensor, self.key_counts)
 
     def poison_blocks(self, block_size: int, stride: int, *tensors: Tensor) -> None:
-        """NaN in every compressed block `[B, C, ...]` that belongs to no sequence."""
+        """Set every compressed block `[B, C, ...]` that belongs to no sequence to NaN."""
         for tensor in tensors:
             self._poison(tensor, [count_compressed_blocks(count, block_size, stride) for count in self.key_counts])
 
@@ -59,7 +59,7 @@ class Heads:
 
 
 def whole(seqlen: int, batch: int = 1) -> Extents:
-    """As many queries as keys."""
+    """Return extents with as many queries as keys."""
     return Extents(batch, seqlen, seqlen, {}, [seqlen] * batch)
 
 
@@ -91,7 +91,7 @@ KINDS = (
 
 @st.composite
 def drawn_extents(draw: st.DrawFn, max_seqlen: int = 24) -> Extents:
-    """Every way to place queries among keys: offsets, lengths per row, packed sequences with empty ones among them."""
+    """Draw extents of every kind: offsets, lengths per row, packed sequences with empty ones among them."""
     kind = draw(st.sampled_from(KINDS))
     if kind.startswith('packed'):
         return draw(_drawn_packed(max_seqlen, kind))
@@ -136,7 +136,7 @@ def _drawn_packed(draw: st.DrawFn, max_seqlen: int, kind: str) -> Extents:
 
 
 def drawn_offset(max_seqlen: int) -> st.SearchStrategy[int]:
-    """Queries before, among and behind the keys."""
+    """Draw queries before, among and behind the keys."""
     return st.integers(-max_seqlen, 2 * max_seqlen)
 
 
@@ -149,7 +149,7 @@ def drawn_heads(draw: st.DrawFn) -> Heads:
 
 @st.composite
 def drawn_block_sizes(draw: st.DrawFn, largest: int = 8) -> tuple[int, int, int]:
-    """(l, d, l') with 1 <= d <= l, l' a multiple of d."""
+    """Draw (l, d, l') with 1 <= d <= l and l' a multiple of d."""
     block_size = draw(st.integers(1, largest))
     stride = draw(st.integers(1, block_size))
     return block_size, stride, stride * draw(st.integers(1, max(1, largest // stride)))
@@ -185,7 +185,7 @@ Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def assert_agree(op: Op, definition: Op, *inputs: Tensor, atol: float = 1e-9) -> None:
-    """Outputs, and gradients of every floating input, of two functions of tensors agree to `atol` in float64."""
+    """Assert that outputs and gradients of every floating input of two functions agree to `atol` in float64."""
     results = [_outputs_and_gradients(function, inputs) for function in (op, definition)]
     for result, expected in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=atol, atol=atol, check_dtype=True)

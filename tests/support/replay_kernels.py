@@ -1,4 +1,4 @@
-"""Kernels of the interpreter that play compiled ones, for replayed calls on CPUs."""
+"""Kernels of the interpreter that stand in for compiled ones, for replayed calls on CPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.played import STREAM, _layout, _tensor_at
 
 
 class Played(CompiledKernel):
-    """A kernel of the interpreter as a compiled one, whose tensors may stand in tuples of tuples."""
+    """Runs a kernel of the interpreter as a compiled one, whose tensors may be in nested tuples."""
 
     function, packed_metadata = 11, (1, 1, 0)
 
@@ -43,7 +43,7 @@ LOCK = threading.RLock()
 
 
 def run_interpreted(*args: Any, **settings: Any) -> None:
-    with LOCK:  # the interpreter is not made for threads
+    with LOCK:  # the interpreter does not support threads
         INTERPRET(*args, **settings)
 
 
@@ -66,7 +66,7 @@ def _place(value: Any, layout: Any) -> Any:
 
 
 class Forgetful(dict[Any, Any]):
-    """Each launch is compiled anew: a played kernel knows the shapes of its tensors."""
+    """Compile each launch again: a stand-in knows the shapes of its tensors."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return default
@@ -77,7 +77,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     runs: list[str] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> Played:
-        with _disable_current_modes():  # the interpreter computes by PyTorch
+        with _disable_current_modes():  # the interpreter computes with PyTorch
             run_interpreted(self, *args, grid=grid, warmup=warmup, **meta)
         return Played(self, args, meta, runs)
 

@@ -1,4 +1,4 @@
-"""Calls of `nsa`, and what they return with and without replay."""
+"""Calls of `nsa`, and their results with and without replay."""
 
 from __future__ import annotations
 

@@ -64,6 +64,6 @@ def make_counts(extents: Extents, heads: Heads, sizes: Sizes, device: torch.devi
     return place(tensors, device), settings_of(sizes, extents, device, scale=1.0, **more)
 
 
-def choose(problem: Problem, backend: str = 'triton', **choice: Any) -> Tensor:
+def choose(problem: Problem, backend: str = 'triton', **selection: Any) -> Tensor:
     tensors, settings = problem
-    return select_blocks(**tensors, **settings, **choice, backend=backend)
+    return select_blocks(**tensors, **settings, **selection, backend=backend)

@@ -65,8 +65,8 @@ def make_ids(batch: int, seqlen: int = SEQLEN, seed: int = 1) -> Tensor:
 
 @contextmanager
 def recorded_blocks(module: Any = attention) -> Iterator[list[Tensor]]:
-    """Collect the block indices `[B, T, H, n]` of every call inside the context. module: that selects blocks, or that
-    leaves the selection to `nsa`.
+    """Collect the block indices `[B, T, H, n]` of every call inside the context. module: the one that selects blocks,
+    or that leaves the selection to `nsa`.
     """
     blocks: list[Tensor] = []
 

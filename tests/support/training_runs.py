@@ -49,7 +49,7 @@ def flat(value: Any, name: str = '') -> dict[str, Any]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights and the state of the optimizer that the checkpoint of a run names."""
+    """Return the weights and the state of the optimizer that the checkpoint of a run names."""
     path = folder / torch.load(folder / 'checkpoint.pt', weights_only=True)['tensors']
     stored: dict[str, Any] = dict(FileSystemReader(path).read_metadata().state_dict_metadata)
     state = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.items()}
@@ -59,7 +59,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Bit for bit: weights, optimizer, random states, log and samples."""
+    """Assert equal bits of weights, optimizer, random states, log and samples."""
     a, b = (flat(torch.load(run / 'checkpoint.pt', weights_only=True)) | tensors(run) for run in (one, other))
     assert a.keys() == b.keys()
     for name in a:

@@ -1,4 +1,4 @@
-"""benchmarks/cold_start.py: what a process measures, and the tables."""
+"""benchmarks/cold_start.py: measurements of a process, and the tables."""
 
 from __future__ import annotations
 

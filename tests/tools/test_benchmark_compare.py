@@ -1,4 +1,4 @@
-"""The benchmarks of features and of two trees: what their tables say."""
+"""Tables of the benchmarks of features and of two trees."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_feature_is_switched_on(feature: str):
     shape = SHAPES['tiny']
     settings = features.make_settings(feature, shape, 'cpu')
     q, k, v = (torch.randn(1, shape.seqlen, heads, 16) for heads in (4, 2, 2))
-    k = 20 * k  # so that a soft cap has something to do
+    k = 20 * k  # so that a soft cap has an effect
     plain, _ = window_attention(q, k, v, window_size=(-1, 0), backend='eager')
     out, _ = window_attention(q, k, v, window_size=(-1, 0), **settings, backend='eager')
     assert not torch.equal(out, plain)

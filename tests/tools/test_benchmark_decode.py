@@ -1,6 +1,4 @@
-"""The benchmark of decoding: what it counts as read, what it runs, what its report says, and what it holds outputs
-against.
-"""
+"""The benchmark of decoding: counted bytes, cases, report, and comparison of outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def stand_in(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: LayerCache, *, networks: Any, positions: Any, freqs: Tensor,
     mem_kv: Any, selection_block_size: int, num_selected: int, window_size: int,
 ) -> Tensor:  # fmt: skip
-    """`nsa_decode` of one token, in eager."""
+    """Run `nsa_decode` of one token, in eager."""
     assert cache.compress is not None
     cache.reserve(1)
     offset = cache.lengths.clone()
@@ -71,7 +69,7 @@ def stand_in(
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op, or where there is none what stands for it; and few laps."""
+    """Return the op, or without one its stand-in; use few laps."""
     name = 'native_sparse_attention.inference.decode'
     if importlib.util.find_spec(name) is None:
         module = ModuleType(name)
@@ -105,15 +103,15 @@ def cells(table: str, *names: str) -> dict[str, str]:
 
 
 @given(length=st.integers(1, 60), block=st.sampled_from([4, 8]), selected=st.integers(1, 6), window=st.integers(1, 70))
-def test_keys_read_are_the_most_that_a_choice_reads(length: int, block: int, selected: int, window: int):
+def test_keys_read_are_the_most_that_a_selection_reads(length: int, block: int, selected: int, window: int):
     shape = replace(TINY, seqlen=length, selection_block_size=block, num_selected=selected, window=window)
     own = (length - 1) // block
     forced = list(dict.fromkeys(b for b in (own, 0, own - 1) if b >= 0))[:selected]
     others = [b for b in range(own + 1) if b not in forced]
     near = set(range(max(0, length - window), length))
-    choices = combinations(others, min(len(others), selected - len(forced)))
+    groups = combinations(others, min(len(others), selected - len(forced)))
     most = max(
-        len(near | {token for token in range(length) if token // block in (*forced, *choice)}) for choice in choices
+        len(near | {token for token in range(length) if token // block in (*forced, *group)}) for group in groups
     )
     assert decode_report.keys_read(shape) == most
 
@@ -203,7 +201,7 @@ def options(**changed: Any) -> Any:
 
 
 class Worker:
-    """In this process."""
+    """A worker in this process."""
 
     def __init__(self, environment: Any) -> None:
         self.alive = True
@@ -246,7 +244,7 @@ def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures('instant_worker')
-def test_what_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cases_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(*flags: str) -> list[tuple[str, str]]:
         monkeypatch.setattr(
             sys, 'argv', ['decode', '--device', 'cpu', '--commit', 'abc', '--out', str(tmp_path), *flags]
@@ -347,9 +345,9 @@ def nsa_decode(q, k, v, w, context_lens, block_tables, cmp_slot_mapping, cmp_blo
 
 @pytest.fixture
 def fake_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder of mdy666's signature on PYTHONPATH, in eager."""
+    """Put a decoder with mdy666's signature on PYTHONPATH, in eager."""
     for name in ('flash_nsa', 'flash_nsa.inference', 'pkg_resources'):
-        # So that they are forgotten afterwards.
+        # Their modules are removed afterwards.
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
     folder = tmp_path / 'flash_nsa' / 'inference'
@@ -389,7 +387,7 @@ def test_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.gpu
-def test_replays_start_from_what_reset_leaves(device: torch.device):
+def test_replays_start_after_reset(device: torch.device):
     count, seen = torch.zeros(1, device=device), torch.zeros(1, device=device)
 
     def run() -> Tensor:

@@ -1,4 +1,4 @@
-"""The benchmark of the layer: what it measures, what its report says, and what it holds outputs against."""
+"""The benchmark of the layer: measurements, report, and comparison of outputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ROWS = [
     row('nsa', 'triton', 600.0, 1500.0, shape='long-1024k-q32', peak_bytes=2**33),
     row('layer-inside', 'triton', 27.5, 75.0),
 ]
-# Of a part whose passes wait for the host.
+# A part whose passes wait for the host.
 SHORT_ROWS = [
     row('window', 'triton', 0.2, 0.5, shape='trainer', forward_kernels_ms=0.06, backward_kernels_ms=0.17),
     row('window', 'flash', 0.1, 0.6, shape='trainer', forward_kernels_ms=0.09, backward_kernels_ms=0.1),
@@ -72,13 +72,13 @@ def test_targets():
     table = parts_report.target_table(Found(ROWS))
     compressed = cells(table, 'compressed')
     assert (compressed['verdict forward'], compressed['verdict backward']) == ('met', 'missed by 10.0 %')
-    # Passes have their best each.
+    # Each pass has its own best.
     assert (compressed['which forward'], compressed['which backward']) == ('mdy666', 'xunhao')
     assert cells(table, 'window')['which forward'] == 'flex'
 
 
 def test_best_of_the_whole():
-    # Of the steps 19 + 13 + 4.4 + 1.1 and 36 + 30 + 11.6 + 2.4. What is wrong or does less counts for nothing.
+    # The steps are 19 + 13 + 4.4 + 1.1 and 36 + 30 + 11.6 + 2.4. Wrong and incomplete results do not count.
     assert Found(ROWS).best('nsa', TARGET_SHAPE, 'forward') == (37.5, 'fastest steps')
     assert Found(ROWS).best('nsa', TARGET_SHAPE, 'backward') == (79.0, 'mdy666')
 
@@ -96,7 +96,7 @@ def test_ratios():
 def test_always_and_never_faster():
     dense = row('nsa', 'cudnn', 1.0, 1.0)
     assert parts_report.break_even(Found([dense, row('nsa', 'triton', 2.0, 2.0)])) is None
-    assert parts_report.break_even(Found([dense, row('nsa', 'triton', 0.5, 0.5)])) is None  # shorter ones are not known
+    assert parts_report.break_even(Found([dense, row('nsa', 'triton', 0.5, 0.5)])) is None  # not measured
     short = [row('nsa', name, ms, ms, shape='paper-8k-h4') for name, ms in (('cudnn', 1.0), ('triton', 0.5))]
     assert parts_report.break_even(Found(short)) == 8192
 
@@ -117,7 +117,7 @@ def test_kernels_of_short_passes():
     tables = '\n\n'.join(parts_report.make_tables(SHORT_ROWS))
     assert '| window | trainer | triton | 0.2 | 0.06 | 0.5 | 0.17 |' in tables
     assert 'kernels' not in '\n\n'.join(parts_report.make_tables(ROWS))
-    # Of the whole there is the sum of the steps here, too.
+    # Here the whole has the sum of the steps, too.
     steps = {'compressed+selection': 0.3, 'selected': 0.2, 'window': 0.1, 'sum': 0.05}
     rows = [row(part, 'mdy666', 1.0, shape='trainer', forward_kernels_ms=ms) for part, ms in steps.items()]
     rows.append(row('nsa', 'mdy666', 1.0, shape='trainer', forward_kernels_ms=0.9))
@@ -160,14 +160,14 @@ def test_cases(monkeypatch: pytest.MonkeyPatch):
     everything = ['triton', 'cudnn', 'flash', 'flex', *peers.PEERS]
     shapes = ','.join(reversed(parts.DEFAULT_SHAPES))
     names = [name for name, _, _ in cases(shapes, everything)]
-    # What has targets comes first.
+    # Cases with targets come first.
     assert tuple(dict.fromkeys(names)) == parts.DEFAULT_SHAPES
     assert {part for _, part, _ in cases(TARGET_SHAPE, ['triton'])} == set(parts_report.PARTS)
     # The whole of a million tokens has half as many heads.
     assert 'nsa' not in {part for _, part, _ in cases('long-1024k-h4', everything)}
     assert cases('long-1024k-q32', everything) == [('long-1024k-q32', 'nsa', 'triton')]
     assert {backend for _, _, backend in cases('long-256k-h4', everything)} == {'triton'}
-    # Larger groups are served by a copy of another's kernels.
+    # Larger groups run a copy of the kernels of another peer.
     assert 'fsa' not in {backend for _, _, backend in cases(TARGET_SHAPE, everything)}
     assert ('paper-32k-h16', 'nsa', 'fsa') in cases('paper-32k-h16', everything)
 
@@ -253,7 +253,7 @@ def test_dense_attention(backend: str):
 
 
 def eager_steps(problem: peers.Problem, folder: Path, faulty: str = '') -> peers.Steps:
-    """Of somebody who works on rows one after the other, with eager ops."""
+    """Return the steps of an implementation that computes rows one after the other, with eager ops."""
     shape, where = problem.shape, {'cu_seqlens': problem.borders(), 'backend': 'eager'}
     sizes = {'compress_block_size': shape.compress_block_size, 'compress_stride': shape.compress_stride}
 
@@ -280,16 +280,16 @@ def eager_steps(problem: peers.Problem, folder: Path, faulty: str = '') -> peers
 
 
 @pytest.fixture
-def somebody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a peer of two sequences, and does what was asked wrong."""
+def faulty_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make a peer of two sequences that computes the given steps wrongly."""
     (tmp_path / 'here.py').touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(SHAPES, 'two', replace(SHAPES['tiny'], batch=2))
 
     def call(part: str, faulty: str = '', less: str = '') -> runner.Case:
         peer = peers.Peer('some/body', '', 'here.py', partial(eager_steps, faulty=faulty), less=less)
-        monkeypatch.setitem(peers.PEERS, 'somebody', peer)
-        found, _ = parts.make_call({'op': part, 'backend': 'somebody', 'shape': 'two', 'device': 'cpu'})
+        monkeypatch.setitem(peers.PEERS, 'faulty_peer', peer)
+        found, _ = parts.make_call({'op': part, 'backend': 'faulty_peer', 'shape': 'two', 'device': 'cpu'})
         assert found().shape == (2, 96, 4, 16)
         return found.facts()
 
@@ -299,21 +299,21 @@ def somebody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     'part', ['compressed', 'compressed+selection', 'selected', 'window', 'sum', 'nsa', 'nsa-unrelated']
 )
-def test_parts_of_a_peer(part: str, somebody: Any):
-    facts = somebody(part)
+def test_parts_of_a_peer(part: str, faulty_peer: Any):
+    facts = faulty_peer(part)
     assert facts.get('error', 0) < 1e-4
     assert facts.get('agreement', 1) > 0.99
 
 
 @pytest.mark.parametrize('part', ['compressed', 'compressed+selection', 'window'])
-def test_wrong_parts_are_seen(part: str, somebody: Any, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_parts_are_seen(part: str, faulty_peer: Any, monkeypatch: pytest.MonkeyPatch):
     # One key more in a window of 16.
     monkeypatch.setattr(judge, 'MAX_ERROR', 0.01)
-    assert somebody(part, faulty=part)['wrong']
+    assert faulty_peer(part, faulty=part)['wrong']
 
 
-def test_who_does_less_is_not_wrong(somebody: Any):
-    assert somebody('nsa', faulty='compressed', less='half of it') == {'note': 'does less'}
+def test_peers_that_do_less_are_not_wrong(faulty_peer: Any):
+    assert faulty_peer('nsa', faulty='compressed', less='half of it') == {'note': 'does less'}
 
 
 @pytest.mark.usefixtures('instant_worker')

@@ -41,7 +41,7 @@ def flags(out: Path, text: Path, *more: str) -> list[str]:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Carry out jobs in this process, which saves the imports; the names of the jobs."""
+    """Carry out jobs in this process, which saves imports; yields the names of the jobs."""
     names: list[str] = []
 
     def run_here(jobs: list[Job], *_: Any) -> dict[str, int | None]:
@@ -187,7 +187,7 @@ def test_resumed_runs_equal_uninterrupted_ones(text: Path, tmp_path: Path):
 
 @pytest.mark.full
 def test_runs_in_processes(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """A run that fails is named and started again by the same command; finished ones stay."""
+    """A run that fails is named, and the same command starts it again; finished runs stay."""
     out = tmp_path / 'out'
     command = flags(out, text, '--variants', 'dense,separate')
     assert learning.main([*command, '--time-limit', '1e-6']) == 3

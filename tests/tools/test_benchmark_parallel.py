@@ -55,7 +55,7 @@ def test_steps_compute_the_same(tmp_path: Path) -> None:
 
 
 class Fake:
-    """A worker without a process. Rank 1 fails in the layers, for which rank 0 would wait for ever."""
+    """A worker without a process. Rank 1 fails in the layers, for which rank 0 would wait forever."""
 
     def __init__(self, environment: Any) -> None:
         self.alive, self.ended = True, threading.Event()
@@ -116,7 +116,7 @@ TRUE = scaling_model.Attention(scaling_model.SHAPES['long-128k-h4'], 1e-8, 1e-3,
 
 
 def result_of(gpus: int) -> dict[str, Any]:
-    """Return a result of the benchmark, of attention that follows the model TRUE."""
+    """Return a result of the benchmark with attention that follows the model TRUE."""
     rows = parallel.make_cases(parallel.SHAPES['full'], 'cuda', gpus, 'stdlib')
     for case in rows:
         tokens, gpus = case['tokens'], case['gpus']
@@ -142,7 +142,7 @@ def make_model(result: dict[str, Any], folder: Path, patch: pytest.MonkeyPatch) 
 
 
 def test_scaling_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds the coefficients of times that follow it, and tells of four GPUs that do not."""
+    """The model finds the coefficients of times that follow it, and reports four GPUs that do not."""
     result = result_of(4)
     text = make_model(result, tmp_path, monkeypatch)
     fit = scaling_model.fit_attention([row for row in result['rows'] if row['step'] == 'attention' and 'ms' in row])

@@ -62,7 +62,7 @@ def test_every_answer_of_recall_stands_once_in_the_text(task: Task):
         assert len(places(body, key)) == len(places(body, key + value)) == 1
         assert all(1 <= token <= task.alphabet for token in key)
         assert all(task.alphabet < token <= 2 * task.alphabet for token in value)
-        assert not places(text[len(body) :], key)  # every key is asked once
+        assert not places(text[len(body) :], key)  # every key is in one question
     starts = {places(text, key)[0] for _, text, key, _ in found}
     assert len(starts) > len(found) // 3  # pairs stand anywhere
     assert batch.ids[0].tolist().count(QUESTION) == 1
@@ -178,7 +178,7 @@ def test_curriculum_moves_on_when_a_stage_is_passed_or_too_long(tmp_path: Path):
 
 
 class StopAfter(StopRequest):
-    """A signal that comes when it was looked for so many times."""
+    """A signal that arrives at the given query for it."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The benchmark of the selected branch: what its report says, and what it holds outputs against."""
+"""The benchmark of the selected branch: report and comparison of outputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_targets():
         'query', '10', '13.4', 'yes'
     ]  # fmt: skip
     assert [table[name] for name in ('backward', 'met backward', 'workspace backward')] == ['25', 'no', '2']
-    # Packed rows may take 1.2 times what the whole one takes.
+    # Packed rows may take 1.2 times as long as the whole one.
     assert cells(selected.target_table(selected.Found(ROWS)), 'packed')['target forward'] == '12'
 
 
@@ -55,7 +55,7 @@ def test_ratios():
     table = cells(selected.ratio_table(selected.Found(ROWS)), '64k')
     expected = {'dense / ours': '12', 'best / ours': '1.3', 'best is': 'mdy666', 'ours / gather': '0.8'}
     assert {name: table[f'forward: {name}'] for name in expected} == expected
-    # What is wrong is not the best. Passes have their best each.
+    # Wrong results are never the best. Each pass has its own best.
     assert (table['backward: best is'], table['backward: best / ours']) == ('xunhao', '0.8')
     assert (table['copy GB/s'], table['gather GB/s']) == ('4000', '10000')
 
@@ -92,7 +92,7 @@ def test_long_sequences_relative_to_the_shortest():
     assert [*table.values()][2::2] == ['1.5', '1']
 
 
-def test_what_must_be_asked_for():
+def test_cases_that_must_be_named():
     assert not [name for name in find_names(selected.SETTINGS, '*') if name.startswith(('tiny', 'short', 'long'))]
     assert not [name for name in find_names(SHAPES, '*') if name.startswith(('tiny', 'short', 'long', 'many'))]
     assert find_names(SHAPES, 'many*') == ['many-64k-h4']
@@ -131,7 +131,7 @@ def test_modules_are_imported_without_their_package(tmp_path: Path, monkeypatch:
     (folder / '__init__.py').write_text('raise ImportError')
     (folder / 'part.py').write_text('answer = 42')
     for name in ('a_peer', 'a_peer.part'):
-        # So that they are forgotten afterwards.
+        # Their modules are removed afterwards.
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
     assert peers.import_from(tmp_path, 'a_peer.part').answer == 42

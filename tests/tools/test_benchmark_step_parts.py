@@ -105,7 +105,7 @@ def test_kernels_of_a_step_are_assigned(
     found = assigned()
     assert expected <= found
     assert NOT_ASSIGNED not in {part for _, part, _ in found}
-    # Ranges and sequence numbers alone say the same, but for rotary in the backward pass of the attention.
+    # Ranges and sequence numbers alone give the same parts, except for rotary in the backward pass of the attention.
     with mock.patch.dict(kernel_parts.OPS, clear=True), mock.patch.dict(kernel_parts.KERNELS, clear=True):
         by_ranges = assigned()
     assert {name for name, _, _ in by_ranges ^ found} <= {'rotary_kernel', 'norm_rotary_kernel', 'dscale_kernel'}
@@ -144,7 +144,7 @@ def test_marked_changes_no_loss(data: str) -> None:
 
 
 def jit_functions() -> Iterator[str]:
-    """Names of the kernels of the package, which end in _kernel, except those of decoding."""
+    """Return the names of the kernels of the package, which end in _kernel, except those of decoding."""
     for file in FILES:
         functions = ast.walk(ast.parse(file.read_text('utf-8'))) if 'decoding' not in file.parts else ()
         for node in functions:
@@ -182,7 +182,7 @@ def test_parts_of_the_tables_are_in_the_report() -> None:
 
 
 def event(name: str, parent: Any = None, start: float = 0.0, seq: int = -1, kernels: Any = (), **rest: Any) -> Any:
-    """An event of the profiler on the CPU. kernels: (name, microseconds)."""
+    """Return an event of the profiler on the CPU. kernels: (name, microseconds)."""
     launched = [SimpleNamespace(name=kernel, duration=micros) for kernel, micros in kernels]
     values = {'device_type': DeviceType.CPU, 'cpu_parent': parent, 'sequence_nr': seq, 'kernels': launched}
     return SimpleNamespace(name=name, **{**values, 'time_range': SimpleNamespace(start=start), **rest})
@@ -244,7 +244,7 @@ def test_nothing_counts_twice() -> None:
 
 def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     class Worker:
-        """In this process, and without measuring for long."""
+        """A worker in this process that measures shortly."""
 
         def __init__(self, environment: Any) -> None:
             self.alive = True

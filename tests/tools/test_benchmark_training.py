@@ -44,7 +44,7 @@ def test_report():
 
 def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Worker:
-        """In this process, and without measuring for long."""
+        """A worker in this process that measures shortly."""
 
         def __init__(self, environment: Any) -> None:
             self.alive = True

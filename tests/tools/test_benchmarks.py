@@ -1,4 +1,4 @@
-"""The benchmarks run every case apart, in an order that compares, and keep what they have."""
+"""The benchmarks run every case in a process, in an order that allows comparison, and keep earlier results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TINY = make_cases('tiny*')
 
 @dataclass
 class Fakes:
-    """What the fake workers answer, whose cases end them, and those that were started."""
+    """Answers of the fake workers, the cases that end them, and the workers that were started."""
 
     forward_ms: float = 1.0
     breaks: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ def test_cases_of_a_shape_stand_together():
     assert [(case['shape'], case['backend']) for case in TINY] == [(s, b) for s in shapes for b in names]
 
 
-def test_what_is_compiled_first():
+def test_order_of_compilation():
     def names(shapes: str) -> list[tuple[str, str]]:
         return [(case['backend'], case['shape']) for case in runner.cases_to_warm(reversed(make_cases(shapes)))]
 
@@ -133,7 +133,7 @@ def test_add_keeps_other_rows(fakes: Fakes, tmp_path: Path, monkeypatch: pytest.
     added = run_into(tmp_path, '--backends', 'triton,eager', '--add')
     assert times(added) == {'triton': 2.0, 'flex': 1.0, 'eager': 2.0}
     assert len(added['machine']['commands']) == 2
-    # What a run did not come to replaces nothing.
+    # Cases that a run did not reach replace nothing.
     assert times(run_into(tmp_path, '--backends', 'triton,eager', '--add', '--budget', '0')) == times(added)
     with pytest.raises(SystemExit, match='has commit abc, this run def'):
         run_into(tmp_path, '--backends', 'eager', '--add', '--commit', 'def')
@@ -146,14 +146,14 @@ def test_without_add_the_file_is_written_anew(fakes: Fakes, tmp_path: Path):
     assert len(anew['machine']['commands']) == 1
 
 
-def test_missing_runs_what_an_earlier_run_did_not_come_to(fakes: Fakes, tmp_path: Path):
+def test_missing_runs_the_remaining_cases(fakes: Fakes, tmp_path: Path):
     run_into(tmp_path, '--backends', 'flex')
     run_into(tmp_path, '--backends', 'eager', '--add', '--budget', '0')
     fakes.forward_ms = 2.0
     found = [run_into(tmp_path, '--backends', 'flex,eager', '--missing') for _ in range(2)]
     assert [times(result) for result in found] == [{'flex': 1.0, 'eager': 2.0}] * 2
     assert [case['backend'] for worker in fakes.started for case in worker.cases] == ['flex', 'eager']
-    # A command that is given again stands there once.
+    # A repeated command is listed once.
     assert len(found[1]['machine']['commands']) == 1
 
 
@@ -196,7 +196,7 @@ def test_cases_of_suites(capsys: pytest.CaptureFixture[str]):
         assert message in capsys.readouterr().err
 
 
-def test_what_the_budget_stopped_counts_as_not_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
+def test_cases_stopped_by_the_budget_count_as_not_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     clock = iter([0.0, 0.0, 70.0, 70.0])
     monkeypatch.setattr(runner.time, 'monotonic', lambda: next(clock))
     fakes.breaks = ('flex',)
@@ -243,7 +243,7 @@ def test_without_a_gpu_nothing_begins(script: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.full
 def test_interrupted_tests_are_kept(tmp_path: Path):
-    """Ctrl-C reaches pytest too: what had run is counted."""
+    """Ctrl-C reaches pytest too: tests that ran are counted."""
     (tmp_path / 'slow.py').write_text(
         'import time\ndef test_first(): pass\ndef test_second():\n    print("READY", flush=True)\n    time.sleep(60)\n'
     )
@@ -275,7 +275,7 @@ def test_kernels_of_short_passes(monkeypatch: pytest.MonkeyPatch):
     assert without == {'forward_kernels_ms': 0.25}
     assert timing.measure_kernels(*calls, {'forward_ms': 1e3, 'backward_ms': 1e3}) == {}
     assert timing.measure_kernels(lambda: x, [], 'cpu', {'forward_ms': 1.0}) == {}
-    # A profiler that may not look at the GPU.
+    # A profiler without access to the GPU.
     monkeypatch.setattr(timing, '_kernels_ms', lambda _: 0.0)
     assert timing.measure_kernels(*calls, {'forward_ms': 1.0, 'backward_ms': 1.0}) == {}
 

@@ -1,4 +1,4 @@
-"""README and docs: every Python snippet runs by itself, and paths, commands and figures are those of the tree."""
+"""README and docs: every Python snippet runs by itself, and paths, commands and figures match the tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What importing the package does, which is nothing but to define it; who may import whom; devices of new tensors."""
+"""Importing the package only defines names; directions of imports; devices of new tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = Path(native_sparse_attention.__file__).parent
 FILES = sorted(PACKAGE.rglob('*.py'))
 BACKENDS = {'eager', 'flex', 'triton'}
 
-# A module imports from lines above its own. Those of one line do not know each other, but for the ops (below).
+# A module imports from lines above its own. Modules of one line do not import each other, except ops (below).
 LINES = (
     {'core'},
     {'ops'},
@@ -38,7 +38,7 @@ LINES = (
 # Folders whose modules may import each other; the direction inside `ops` has a test of its own.
 SAME = (('core',), ('ops',), ('autograd',), ('nn', 'compress'), ('integrations', 'transformers'), ('distributed',))
 
-# Run in a process of its own. torch comes first: what it does to the process is not the package's doing.
+# Run in a process of its own. torch is imported first, so that its effects on the process do not count.
 IMPORT = """
 import os, sys
 import torch, einops, rotary_embedding_torch
@@ -88,7 +88,7 @@ attn(torch.randn(1, 9, 16)).sum().backward()
 
 
 def module_of(file: Path) -> tuple[str, ...]:
-    """('ops', 'window_attention', 'eager') of native_sparse_attention/ops/window_attention/eager.py."""
+    """Return ('ops', 'window_attention', 'eager') for native_sparse_attention/ops/window_attention/eager.py."""
     parts = file.relative_to(PACKAGE).with_suffix('').parts
     return parts[:-1] if parts[-1] == '__init__' else parts
 
@@ -97,7 +97,7 @@ MODULES = {module_of(file): file for file in FILES}
 
 
 def imports_of(tree: ast.AST, module: tuple[str, ...], is_package: bool) -> Iterator[tuple[str, ...]]:
-    """Every module that a file imports, at the top or inside a function, as the parts of its absolute name."""
+    """Return every module that a file imports, at the top or inside a function, as the parts of its absolute name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split('.')) for alias in node.names)
@@ -114,7 +114,7 @@ def outside_imports(file: Path) -> set[tuple[str, ...]]:
 
 
 def inside_imports(file: Path) -> set[tuple[str, ...]]:
-    """Modules of the package, without its name: a name that is no module is an attribute of the one before it."""
+    """Return modules of the package, without its name: a name of no module is an attribute of the one before."""
     inside = {name[1:] for name in all_imports(file) if name[0] == PACKAGE.name}
     return {name if name in MODULES else name[:-1] for name in inside}
 
@@ -159,7 +159,7 @@ FACTORIES = {
 
 
 def without_device(source: str) -> list[str]:
-    """Calls that make a tensor on the default device, but for new parameters."""
+    """Return calls that make a tensor on the default device, except for new parameters."""
     tree = ast.parse(source)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     parameters = [id(arg) for call in calls if ast.unparse(call.func) == 'nn.Parameter' for arg in call.args]
@@ -173,11 +173,11 @@ def without_device(source: str) -> list[str]:
 
 @every_file
 def test_tensors_are_made_on_a_named_device(file: Path):
-    """So that a call gives the same under any default device."""
+    """Calls give the same results under any default device."""
     assert not without_device(file.read_text(encoding='utf-8'))
 
 
-def test_what_counts_as_without_device():
+def test_calls_without_device_are_found():
     assert without_device('torch.zeros(3)') == ['torch.zeros(3)']
     assert not without_device('torch.zeros(3, device=x.device), torch.ones(3, **kind), nn.Parameter(torch.empty(3))')
 
@@ -192,7 +192,7 @@ def test_geometry_is_integer_arithmetic():
 
 def line_of(module: tuple[str, ...]) -> int:
     if not module or module in (('nn',), ('inference',)):
-        return len(LINES)  # what users import, which nothing inside does
+        return len(LINES)  # public paths, which nothing inside the package imports
     found = [i for i, names in enumerate(LINES) if module[0] in names or '.'.join(module[:2]) in names]
     assert found, f'{".".join(module)} has no place in the direction of imports: give it one in LINES'
     return found[0]
@@ -215,7 +215,7 @@ def test_direction_of_imports(file: Path):
 
 
 def ops_line_of(module: tuple[str, ...]) -> int:
-    """Inside ops: what ops share, backends, api, an op's folder, the whole."""
+    """Return the line inside ops: shared code, backends, api, folder of an op, the whole."""
     if len(module) == 1:
         return 4
     if len(module) == 2:

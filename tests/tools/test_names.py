@@ -1,4 +1,4 @@
-"""Modules and files that texts name exist: code that tests give to another process, commands, docstrings and pages.
+"""Modules and files that texts name exist: code for other processes, commands, docstrings and pages.
 
 Pyright checks the imports of a file, but not those in its strings.
 """

@@ -1,4 +1,4 @@
-"""Combinations of parameters, and which of them are run."""
+"""Combinations of parameters, and the selection of those that are run."""
 
 from __future__ import annotations
 

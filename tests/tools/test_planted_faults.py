@@ -1,4 +1,4 @@
-"""Every planted fault applies to the kernels as they are (tests/support/planted_faults.py runs them)."""
+"""Every planted fault applies to the present kernels (tests/support/planted_faults.py runs them)."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def is_private(name: str) -> bool:
 
 @cache
 def own_names() -> set[str]:
-    """Every name that the package defines itself, and those of namedtuples."""
+    """Return every name that the package defines itself, and those of namedtuples."""
     names = set(OF_TUPLES)
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
@@ -61,7 +61,7 @@ def own_names() -> set[str]:
 
 
 def private_uses(source: str, file: str = '') -> Iterator[str]:
-    """What a source reaches into."""
+    """Return the private names that a source uses."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
@@ -108,7 +108,7 @@ def test_private_interfaces_are_used_in_two_files(file: Path) -> None:
         'class A(nn.Module):\n    def _apply(self, fn): ...',
     ],
 )
-def test_what_counts_as_private(source: str) -> None:
+def test_private_uses_are_found(source: str) -> None:
     assert list(private_uses(source))
 
 
@@ -116,7 +116,7 @@ def test_what_counts_as_private(source: str) -> None:
 
 
 def without(owner: Any, name: str) -> ModuleType:
-    """core/private.py, loaded where PyTorch has no such interface."""
+    """Return core/private.py, loaded without some interface of PyTorch."""
     spec = importlib.util.spec_from_file_location('private_without', PRIVATE)
     assert spec is not None
     assert spec.loader is not None
@@ -140,7 +140,7 @@ def without(owner: Any, name: str) -> ModuleType:
     ],
 )
 def test_a_missing_interface_has_a_fallback(owner: Any, name: str, changed: str) -> None:
-    """And no other interface falls back with it."""
+    """No other interface falls back with it."""
     kinds = ('is_transformed', 'is_forward_ad', 'may_be_dispatched', 'is_plain', 'saved_tensor_hooks')
     here, there = private, without(owner, name)
     x = torch.zeros(3)
@@ -191,7 +191,7 @@ def test_the_state_of_a_model_is_read_anew() -> None:
     assert private.state_of is private._known_state
 
 
-def test_transforms_by_what_pytorch_refuses() -> None:
+def test_transforms_detected_by_refusal() -> None:
     found: list[tuple[bool, bool, bool, bool]] = []
 
     def look(x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ NETWORKS: dict[str, Callable[[], nn.Module | None]] = {
 
 
 def results(layer: SparseAttention, x: Tensor) -> list[Tensor]:
-    """Output, gradients, and a prefill with two steps of decoding."""
+    """Return output, gradients, and a prefill with two steps of decoding."""
     x = x.detach().requires_grad_()
     out = layer(x)
     grads = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()], allow_unused=True)
@@ -283,7 +283,7 @@ def test_nothing_is_saved_by_hooks_on_the_fallback(monkeypatch: pytest.MonkeyPat
 
 
 def test_graphs_without_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph per length, and calls beyond the limit of graphs that are not compiled."""
+    """Each length has a graph, and calls beyond the limit of graphs are not compiled."""
     assert private.find_graphs(_flex.GRAPH_SETTINGS).are_unlimited
     graphs = private.find_graphs(['no_such_setting'])
     assert not graphs.are_unlimited
@@ -363,7 +363,7 @@ def test_triton_as_it_is_known() -> None:
     assert private.find_describer().__name__ == 'describe_unchecked'
 
 
-def test_a_triton_that_launches_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_that_launches_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     jit = pytest.importorskip('triton.runtime')
     compiler = pytest.importorskip('triton.backends.nvidia.compiler')
     with monkeypatch.context() as patch:
@@ -379,7 +379,7 @@ def test_a_triton_that_launches_otherwise(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_descriptors_of_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a descriptor has more than is known here, its constructor makes it."""
+    """A descriptor with other fields is made by its constructor."""
     module = pytest.importorskip('triton.tools.tensor_descriptor')
 
     @dataclass

@@ -41,10 +41,10 @@ def tiled_attention(
     scale: float = HEAD_DIM**-0.5,
     sums: torch.dtype = torch.float32,
 ) -> Results:
-    """Attention as a kernel does it: online softmax over tiles of keys, weights computed again in the backward pass.
+    """Compute attention as a kernel does: online softmax over tiles of keys, weights recomputed in the backward pass.
 
     q, k, v, grad_out: bf16 `[H, T, D]`; visible: `[H, T, T]`; sums: dtype of the running sums of the output. Weights
-    and gradients of logits are rounded to bf16 before they meet another tensor.
+    and gradients of logits are rounded to bf16 before products with another tensor.
     """
     out = torch.zeros(q.shape, dtype=sums)
     row_max = torch.full((*q.shape[:2], 1), -torch.inf)
@@ -111,14 +111,14 @@ def log_sum_exp_is_a_binary_logarithm(*inputs: Tensor) -> Results:
 
 
 def one_row_is_not_normalised(*inputs: Tensor) -> Results:
-    """Its weights add up to 1.04."""
+    """The weights of the row add up to 1.04."""
     results = tiled_attention(*inputs)
     results['out'][0, 77] = (1.04 * results['out'][0, 77].float()).bfloat16()
     return results
 
 
 def values_are_rounded_twice(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Results:
-    """Once more in another scale, as a cache of scaled values would."""
+    """Values are rounded once more in another scale, as in a cache of scaled values."""
     return tiled_attention(q, k, ((v.float() / 3).bfloat16().float() * 3).bfloat16(), grad_out)
 
 
@@ -162,7 +162,7 @@ FAULTS = [
 
 @cache
 def problem() -> tuple[tuple[Tensor, ...], Results, Results]:
-    """Inputs, and what eager makes of them in float64 and in bf16."""
+    """Return inputs, and the results of eager in float64 and in bf16."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(4, HEADS, SEQLEN, HEAD_DIM, generator=generator).bfloat16().unbind()
 
@@ -192,7 +192,7 @@ def test_a_correct_implementation_passes() -> None:
 
 @pytest.mark.parametrize('fault', FAULTS)
 def test_a_planted_fault_is_caught(fault: Callable[..., Results]) -> None:
-    # Rule 1 alone sees less: what it catches, another rule catches too.
+    # Rule 1 alone catches less: another rule catches each of its faults too.
     broken = [line for lines in broken_rules(fault).values() for line in lines]
     assert any(not line.startswith('rule 1') for line in broken)
 
@@ -255,15 +255,15 @@ def test_the_norm_of_eager_excuses_none(dtype: torch.dtype) -> None:
     (torch.float32, 1000, ['rule 5']), (torch.bfloat16, 1000, ['rule 2', 'rule 5']),
     (torch.bfloat16, 8, ['rule 2', 'rule 5']), (torch.bfloat16, 7, ['rule 5']),
 ])  # fmt: skip
-def test_on_a_gpu_the_norm_stands_in_for_what_chance_decides(dtype: torch.dtype, rows: int, rules: list[str]):
-    """An error of 0.6 % everywhere in half types, of 2e-5 in float32, where eager has next to none."""
+def test_the_norm_catches_small_errors_on_a_gpu(dtype: torch.dtype, rows: int, rules: list[str]):
+    """An error of 0.6 % everywhere in half types, of 2e-5 in float32, where eager has nearly none."""
     gold = torch.randn(rows, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cuda()
     result = (gold * (1 + (2e-5 if dtype == torch.float32 else 6e-3))).to(dtype)
     broken = measure_errors(result, gold, gold.to(dtype)).broken_rules()
     assert [line.split(':')[0] for line in broken] == rules
 
 
-def test_what_cannot_be_compared() -> None:
+def test_results_that_cannot_be_measured() -> None:
     gold = torch.ones(3, 2, dtype=torch.float64)
     half = gold.bfloat16()
     with pytest.raises(ValueError, match=r'result has dtype torch.float64, but must have'):
@@ -285,7 +285,7 @@ def test_empty_results_match() -> None:
 
 
 def eager_row_errors(dtype: torch.dtype) -> dict[str, float]:
-    """The worst row of every output and gradient of eager in `dtype`."""
+    """Return the worst row of every output and gradient of eager in `dtype`."""
     generator = torch.Generator().manual_seed(0)
     sizes = {'heads': 4, 'kv_heads': 2, 'head_dim': 40, 'value_dim': 24, 'dtype': dtype, 'generator': generator}
     q, k, v = make_qkv(1, 257, 257, **sizes)

@@ -1,4 +1,4 @@
-"""The trainer: what it computes, what it writes, that it goes on bit for bit, and what it refuses."""
+"""The trainer: computation, files, exact resume and refusals."""
 
 import contextlib
 import math
@@ -186,7 +186,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(text: Path, runs: Path, monkeypatc
 @pytest.mark.parametrize('device', ['cuda:0', 'cuda:1'])
 @pytest.mark.parametrize('attention', ['sparse', 'dense'])
 def test_steps_that_are_replayed(attention: str, device: str, text: Path, runs: Path) -> None:
-    """Are those that are launched, on a GPU that is not the current one too."""
+    """Replayed steps equal launched ones, on a GPU that is not the current one too."""
     if int(device[-1]) >= torch.cuda.device_count():
         pytest.skip(f'there is no {device}')
     losses = []
@@ -202,7 +202,7 @@ def test_steps_that_are_replayed(attention: str, device: str, text: Path, runs: 
 
 
 def arrange(patch: pytest.MonkeyPatch, stop: str) -> int | None:
-    """Have a signal come or the process fail at a point of the next run; the exit code that follows."""
+    """Make a signal arrive or the process fail at a point of the next run; return the exit code that follows."""
     train_step, loss = Run.train_step, Run.loss
 
     def step_and_signal(self: Run) -> None:
@@ -253,7 +253,7 @@ def finished(text: Path, runs: Path, capsys) -> Path:
 
 
 def refused(arguments: list[str], capsys) -> str:
-    """The one line that main prints before it returns 2."""
+    """Return the one line that main prints before it returns 2."""
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ''
@@ -416,7 +416,7 @@ SAMPLE = ['--device', 'cpu', '--sample']
 
 
 @pytest.mark.full
-def test_sample_prints_what_the_checkpoint_generates(finished: Path) -> None:
+def test_sample_prints_text_of_the_checkpoint(finished: Path) -> None:
     prompt, count = 'some “wörds” ', 300
     arguments = [*SAMPLE, str(finished), '--prompt', prompt, '--tokens', str(count), '--seed', '5', '--top-p', '0.9']
     done = subprocess.run(
@@ -430,7 +430,7 @@ def test_sample_prints_what_the_checkpoint_generates(finished: Path) -> None:
     load_tensors(finished / state['tensors'], model)
     ids = torch.tensor([list(prompt.encode())])
     written = bytes(model.generate(ids, count, 1.0, top_p=0.9, seed=5)[0].tolist())
-    # Two steps of training leave bytes that are no text, so the decoder has characters to hold back and to replace.
+    # After two steps of training samples are no text, so the decoder holds back and replaces characters.
     assert done.stdout.decode() == (prompt.encode() + written).decode(errors='replace') + '\n'
     assert f'{count} tokens, the first after ' in done.stderr.decode()
     assert done.stderr.decode().rstrip().endswith('tokens/s')

@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope='module')
 def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing interrupts."""
+    """Return a run without interruption."""
     runs = tmp_path_factory.mktemp('runs')
     with start(command(text, runs, '--name', 'whole', **SETTINGS)) as process:
         assert process.wait() == 0
@@ -49,12 +49,12 @@ def resume(folder: Path) -> list[str]:
 
 
 def saved_step(folder: Path) -> int:
-    """-1 before the first checkpoint, which must be readable from then on."""
+    """Return the step of the checkpoint, -1 before the first one; later it must be readable."""
     return load_checkpoint(folder)['step'] if (folder / 'checkpoint.pt').exists() else -1
 
 
 def shown(steps: list[int]) -> str:
-    """How often each step stood in the last checkpoint, -1 for none."""
+    """Return how often the last checkpoint had each step, -1 for none."""
     return ', '.join(f'{step} ({count}x)' if count > 1 else str(step) for step, count in sorted(Counter(steps).items()))
 
 
@@ -70,7 +70,7 @@ def has_lock(folder: Path, process: subprocess.Popen) -> bool:
 
 
 def wait_for_lock(folder: Path, process: subprocess.Popen) -> None:
-    """Until the run is at work: the imports before that take longer than the run."""
+    """Wait until the run holds its lock: the imports before that take longer than the run."""
     while process.poll() is None and not has_lock(folder, process):
         time.sleep(0.002)
 
@@ -122,13 +122,13 @@ def test_two_resumes_at_once_20_times(text: Path, whole: Path, tmp_path: Path) -
             while one.poll() is None and other.poll() is None:
                 for process in (one, other):
                     if has_lock(folder, process):
-                        process.send_signal(signal.SIGSTOP)  # or it may end before the other has come so far
+                        process.send_signal(signal.SIGSTOP)  # or it may end before the other process gets there
                 time.sleep(0.005)
             loser, winner = (one, other) if one.poll() is not None else (other, one)
             winner.send_signal(signal.SIGCONT)
             while attempt % 4 == 3 and saved_step(folder) == steps[-1]:
                 time.sleep(0.01)
-            winner.send_signal(signal.SIGTERM)  # saved, or without having come to its first step
+            winner.send_signal(signal.SIGTERM)  # saved, or before its first step
             printed = loser.stderr.read() if loser.stderr else ''
             assert loser.returncode == 2, printed
             assert printed == (

@@ -1,4 +1,4 @@
-"""The text of the trainer: which one is found, what is refused, and how a download goes on."""
+"""The text of the trainer: its sources, refusals, and continued downloads."""
 
 import gzip
 import hashlib
@@ -32,7 +32,7 @@ def whole(corpus: Corpus) -> bytes:
 
 @pytest.fixture
 def enwik8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer takes TEXT for enwik8."""
+    """Make the trainer take TEXT for enwik8."""
     monkeypatch.setattr(corpus_module, 'ENWIK8_BYTES', len(TEXT))
     monkeypatch.setattr(corpus_module, 'ENWIK8_SHA256', hashlib.sha256(TEXT).hexdigest())
 
@@ -92,7 +92,7 @@ class TestDownload:
         assert server.asked == [None]
         assert load_corpus(None, tmp_path / 'data', NOWHERE).data == corpus.data  # not fetched again
 
-    def test_goes_on_behind_what_an_earlier_call_left(self, server: Server, tmp_path: Path) -> None:
+    def test_download_continues_after_an_earlier_call(self, server: Server, tmp_path: Path) -> None:
         (tmp_path / 'enwik8.zip.part').write_bytes(server.body[:1000])
         find_enwik8(tmp_path, server.url)
         assert server.asked == ['bytes=1000-']
@@ -132,7 +132,7 @@ class TestDownload:
         assert '\n' not in str(error.value)
         assert list((tmp_path / 'data').iterdir()) == []
 
-    def test_dead_connection_keeps_what_came(self, server: Server, tmp_path: Path, capsys) -> None:
+    def test_dead_connection_keeps_received_bytes(self, server: Server, tmp_path: Path, capsys) -> None:
         server.limit = 0
         (tmp_path / 'enwik8.zip.part').write_bytes(server.body[:1000])
         assert find_enwik8(tmp_path, server.url) == 'stdlib'

@@ -66,7 +66,7 @@ def interrupt_at(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(Run, 'train_step', interrupted)
 
 
-def test_second_process_is_told_who_holds_the_run(text: Path, runs: Path, capsys, monkeypatch) -> None:
+def test_second_process_gets_the_name_of_the_holder(text: Path, runs: Path, capsys, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5)
         assert main(command(text, runs, '--name', 'one')) == 143
@@ -101,7 +101,7 @@ def test_lock_removes_partial_files_and_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('text', ['', 'process {dead} on {host}'])
 def test_the_holder_of_a_lock_that_has_not_written_its_name(text: str, tmp_path: Path) -> None:
-    """What a killed process left is not taken for the holder's name."""
+    """Text that a killed process left is not taken for the holder's name."""
     host, lock = os.uname().nodename, tmp_path / 'lock'
     with subprocess.Popen([sys.executable, '-c', '']) as process:
         process.wait()
@@ -164,7 +164,7 @@ def test_log_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch) -
     opened = Path.open
 
     class Full:
-        """A file that takes half of what is written."""
+        """A file that writes half of its input."""
 
         def __init__(self, path: Path, mode: str) -> None:
             self.file = opened(path, mode)
@@ -321,7 +321,7 @@ def test_download_of_another_archive_is_not_unpacked(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_network_is_asked_only_for_the_text(text: Path, runs: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_network_is_used_only_for_the_text(text: Path, runs: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(corpus, 'DATA', tmp_path / 'none')
     monkeypatch.setattr(corpus.load_corpus, '__defaults__', (tmp_path / 'none', 'http://nowhere', 2**20))
     assert main(command(text, runs, steps=2)) == 0

@@ -42,7 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope='module')
 def one(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process."""
+    """Return a run of one process."""
     runs = tmp_path_factory.mktemp('runs')
     threads = torch.get_num_threads()
     assert main(command(text, runs, '--name', 'one', **SETTINGS)) == 0
@@ -91,7 +91,7 @@ def resume(run: Path) -> list[str]:
 
 
 def assert_near(found: Path, expected: Path, losses: int = 11) -> None:
-    """The lines of the log, losses to 1e-5, and the samples."""
+    """Assert equal lines of the log, with losses to 1e-5, and equal samples."""
     pairs = list(zip(rows(found), rows(expected), strict=True))
     assert sum('split' in row for row, _ in pairs) == losses
     for row, wanted in pairs:
@@ -145,7 +145,7 @@ def interrupt(rank: int, step: int) -> None:
 
 
 def test_checkpoints_resume_in_another_layout(one: Path, text: Path, tmp_path: Path) -> None:
-    """From whole projections to divided ones and back."""
+    """Checkpoints of whole projections load into divided ones and back."""
     run = tmp_path / 'run'
     arguments = command(text, tmp_path, '--name', 'run', *layout(2, 1, 1), **SETTINGS)
     out = launch(2, tmp_path / 'first', arguments, 128 + signal.SIGTERM, partial(interrupt, step=3))
@@ -159,7 +159,7 @@ def test_checkpoints_resume_in_another_layout(one: Path, text: Path, tmp_path: P
 
 @full
 def test_context_ranks_resume(one: Path, text: Path, tmp_path: Path) -> None:
-    """With the same ranks bit for bit to the end of an uninterrupted run, with others up to rounding."""
+    """Runs resume with the same ranks bit for bit, and with other ranks up to rounding."""
     whole, by_context, by_data, alone = (tmp_path / name for name in ('whole', 'context', 'data', 'alone'))
     context = layout(1, 2, 1)
     launch(2, tmp_path / 'first', command(text, tmp_path, '--name', 'whole', *context, **SETTINGS))
@@ -217,7 +217,7 @@ def test_errors_are_one_line_of_one_process(one: Path, text: Path, tmp_path: Pat
 
 
 def fill_the_disk(rank: int, of: int, path: str) -> None:
-    """One process cannot write a file of a kind after step 3."""
+    """Make one process fail to write a file of a kind after step 3."""
     open_file = Path.open
 
     def fail(self: Path, mode: str = 'r', *args: Any, **settings: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_full_disk_of_one_process_ends_all(rank: int, path: str, text: Path, t
 @full
 @pytest.mark.parametrize('parallelism', ['--dp', '--cp'])
 def test_sigkill_of_one_process_ends_all_and_loses_nothing(parallelism: str, text: Path, tmp_path: Path) -> None:
-    """Under torchrun."""
+    """The processes run under torchrun."""
     run, settings = tmp_path / 'run', {**SETTINGS, 'steps': 1000, 'log_every': 10, 'eval_every': 1000, 'save_every': 2}
     arguments = command(text, tmp_path, '--name', 'run', parallelism, '2', **settings)
     launcher = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', train_enwik8.__file__]

@@ -1,4 +1,4 @@
-"""Lower bounds and pins: what pyproject.toml says is what CI runs."""
+"""Lower bounds and pins: CI runs the versions of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ REQUIREMENT = re.compile(r"'([A-Za-z0-9_-]+)(?:\[\w+\])?(?:>=([0-9.]+))?(?:; [^'
 
 
 def lower_bounds() -> dict[str, str]:
-    """Of every requirement of pyproject.toml, the build backend among them (Python 3.10 has no tomllib)."""
+    """Return the lower bound of every requirement of pyproject.toml, with the build backend (Python 3.10 has no
+    tomllib).
+    """
     text = (ROOT / 'pyproject.toml').read_text(encoding='utf-8')
     build, project = re.search(r'^requires = .*$', text, re.MULTILINE), text.split('\ndependencies = [')[1]
     assert build is not None
@@ -36,7 +38,7 @@ def test_every_requirement_has_a_lower_bound() -> None:
 
 @pytest.mark.parametrize('name', lower_bounds())
 def test_ci_runs_the_lower_bound(name: str) -> None:
-    """Either in the run with the oldest versions, or because it is the pin."""
+    """The bound is in the run with the oldest versions, or it is the pin."""
     bound, oldest, pin = lower_bounds()[name], pins('constraints-oldest.txt').get(name), pins('constraints.txt')[name]
     assert as_numbers(bound) <= as_numbers(pin)
     numbers = as_numbers(pin if oldest is None else oldest)
@@ -45,5 +47,5 @@ def test_ci_runs_the_lower_bound(name: str) -> None:
 
 
 def test_the_oldest_versions_are_pinned_in_both() -> None:
-    """.ci/run takes constraints.txt for what constraints-oldest.txt does not name."""
+    """.ci/run takes constraints.txt for packages that constraints-oldest.txt omits."""
     assert pins('constraints-oldest.txt').keys() <= pins('constraints.txt').keys()

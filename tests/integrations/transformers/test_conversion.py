@@ -1,4 +1,4 @@
-"""Conversion of dense models: equality with dense attention, saving and loading, and what is refused."""
+"""Conversion of dense models: equality with dense attention, saving, loading and refusals."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def test_settings_change_after_conversion(tmp_path: Path):
 
 
 def test_a_changed_config_is_refused():
-    """It would be saved, but the layers would not follow it."""
+    """A changed configuration would be saved, but the layers would not follow it."""
     model, ids = nsa_model(), random_ids(1, 40)
     model.config.nsa['num_selected_blocks'] = 16
     with pytest.raises(ValueError, match=r'config\.nsa has num_selected_blocks 16'):
@@ -410,7 +410,7 @@ def test_a_forward_of_an_instance_is_refused():
 
 
 def test_dense_weights_load_over_devices(tmp_path: Path):
-    """As the error for hooks advises."""
+    """Weights load over devices as the error for hooks advises."""
     model, ids = dense_model(), random_ids(1, 50)
     model.save_pretrained(tmp_path)
     devices: Any = dict.fromkeys(('model.embed_tokens', 'model.layers', 'model.norm', 'model.rotary_emb'), 'cpu')

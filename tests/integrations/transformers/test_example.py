@@ -1,4 +1,4 @@
-"""`examples/convert_llama.py`: every stage runs and is written, and the measures measure what they say."""
+"""`examples/convert_llama.py`: every stage runs and is written, and the measures are correct."""
 
 from __future__ import annotations
 

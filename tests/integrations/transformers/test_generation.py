@@ -1,4 +1,4 @@
-"""Generation: every way to decode with a cache gives what forwards without a cache give.
+"""Generation: every way to decode with a cache equals forwards without a cache.
 
 The cases are those of `GenerationTesterMixin` of transformers, which its wheel does not have. Left out, because sparse
 attention refuses them: quantised and offloaded caches, continuous batching, `output_attentions`, masks of 4 dimensions.
@@ -368,7 +368,7 @@ def test_without_a_prompt():
 
 
 def test_a_row_of_padding_alone():
-    """It has nothing to read, which is not NaN, and changes no other row."""
+    """A row of padding alone reads nothing, gives no NaN and changes no other row."""
     model, inputs = nsa_model(), prompt(3, padded=True)
     expected = reference(model, inputs, do_sample=False)
     inputs['attention_mask'][1] = 0

@@ -59,8 +59,8 @@ def test_counts(extents: Extents, causal: bool, share_group: bool, device: torch
     """The scores are partly equal."""
     problem = make_counts(extents, Heads(4, 2, 4, 4), SIZES, device, causal=causal)
     counts = draw_counts(problem, share_group, 6, torch.int32 if causal else torch.int64)
-    choice = {'num_selected': 4, 'num_init': 1, 'num_local': 1, 'share_group': share_group}
-    assert_equals_eager(problem, block_counts=counts, **choice)
+    selection = {'num_selected': 4, 'num_init': 1, 'num_local': 1, 'share_group': share_group}
+    assert_equals_eager(problem, block_counts=counts, **selection)
 
 
 @pytest.mark.parametrize('count', [-1, 0, 1, 3, 4, 13])
@@ -118,8 +118,8 @@ def test_selection_with_a_soft_cap(softcap: float, share_group: bool, dtype: tor
     for causal in (True, False):
         problem = make_problem(extents, Heads(6, 2, 40, 16), (8, 4, 8), device, dtype=dtype, causal=causal)
         counts = draw_counts(problem, share_group, 7)
-        choice = {'num_selected': 6, 'share_group': share_group, 'block_counts': counts}
-        assert_as_good_as_eager(cap(problem, softcap), **choice)
+        selection = {'num_selected': 6, 'share_group': share_group, 'block_counts': counts}
+        assert_as_good_as_eager(cap(problem, softcap), **selection)
 
 
 def test_a_soft_cap_changes_the_selection(device: torch.device) -> None:
@@ -175,8 +175,9 @@ def test_any_selection(
     problem = (tensors, settings | {'softcap': softcap})
     is_dtype = isinstance(counts, torch.dtype)
     block_counts = draw_counts(problem, share_group, num_selected + 1, counts) if is_dtype else counts
-    choice = {'num_selected': num_selected, 'num_init': forced[0], 'num_local': forced[1], 'share_group': share_group}
-    assert_as_good_as_eager(problem, **choice, block_counts=block_counts)
+    num_init, num_local = forced
+    selection = {'num_selected': num_selected, 'num_init': num_init, 'num_local': num_local, 'share_group': share_group}
+    assert_as_good_as_eager(problem, **selection, block_counts=block_counts)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
@@ -252,10 +253,10 @@ def test_segments(device: torch.device) -> None:
     tensors, settings, ids = make_segmented(device)
     borders = cumulative([9, 6, 1, 8]).to(device)
     blocks = tensors.pop('block_indices')
-    choice: dict[str, Any] = {'num_selected': 3, 'num_init': 0, 'num_local': 1}
+    selection: dict[str, Any] = {'num_selected': 3, 'num_init': 0, 'num_local': 1}
     counts = draw_counts((tensors, settings), True, 3)
-    chosen = assert_equals_eager((tensors, settings | {'segment_ids': ids}), **choice, block_counts=counts)
-    same = choose((tensors, settings | {'cu_seqlens': borders}), **choice, block_counts=counts)
+    chosen = assert_equals_eager((tensors, settings | {'segment_ids': ids}), **selection, block_counts=counts)
+    same = choose((tensors, settings | {'cu_seqlens': borders}), **selection, block_counts=counts)
     assert torch.equal(chosen, same.masked_fill((ids < 0)[..., None, None], -1))
 
     grads = [torch.randn(blocks.shape, device=device)]

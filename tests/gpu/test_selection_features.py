@@ -1,7 +1,7 @@
-"""Soft caps, numbers of blocks per query, segments and blocks that reach far, of the choice of blocks on a GPU, against
+"""Block selection on a GPU: soft caps, block counts per query, segments and long compressed blocks, against
 eager in float64.
 
-python -m pytest -m gpu -n 16 tests/gpu/test_choice_features.py
+python -m pytest -m gpu -n 16 tests/gpu/test_selection_features.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Choosing = tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def shared_gpu() -> Iterator[None]:
-    """Leaves the memory to the other processes that test on this GPU."""
+    """Leave free GPU memory to other test processes."""
     yield
     torch.cuda.empty_cache()
 
@@ -49,23 +49,23 @@ def shared_gpu() -> Iterator[None]:
 def cap(
     tensors: dict[str, Tensor], settings: dict[str, Any], softcap: float
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The same with a soft cap, and the log-sum-exp of the logits that it leaves."""
+    """Return the tensors for a soft cap, with the log-sum-exp of the capped logits."""
     settings = settings | {'softcap': softcap}
     return tensors | {'lse': attention_lse(tensors['q'], tensors['k_cmp'], tensors['k_cmp'], settings)}, settings
 
 
 def draw_counts(problem: Choosing, index: int) -> Tensor:
-    """From -1 to one more than there are, in some problems the same for all queries of a row."""
-    tensors, _, choice = problem
+    """Draw counts from -1 to n + 1; in some problems all queries of a row have the same."""
+    tensors, _, selection = problem
     q, k_cmp = tensors['q'], tensors['k_cmp']
     generator = torch.Generator(q.device).manual_seed(index)
-    shape = (*q.shape[:2], k_cmp.shape[2] if choice['share_group'] else q.shape[2])
+    shape = (*q.shape[:2], k_cmp.shape[2] if selection['share_group'] else q.shape[2])
     dtype = torch.int64 if index % 2 else torch.int32
-    counts = torch.randint(-1, choice['num_selected'] + 2, shape, dtype=dtype, device=q.device, generator=generator)
+    counts = torch.randint(-1, selection['num_selected'] + 2, shape, dtype=dtype, device=q.device, generator=generator)
     return counts[:, :1].expand(shape) if index % 5 == 4 else counts
 
 
-def make_choice(
+def make_selection(
     seqlen: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -76,7 +76,9 @@ def make_choice(
     num_selected: int = 16,
     sizes: dict[str, int] = SIZES,
 ) -> Choosing:
-    """Tensors, settings of the scores, settings of the choice alone, for the last queries of seqlen tokens."""
+    """Return tensors, settings of the scores and settings of the selection alone, for the last queries of seqlen
+    tokens.
+    """
     generator = torch.Generator(device).manual_seed(head_dim)
     queries = seqlen if queries is None else queries
     shape: dict[str, Any] = {'heads': 2 * group, 'kv_heads': 2, 'head_dim': head_dim, 'dtype': dtype}
@@ -84,36 +86,36 @@ def make_choice(
     q, k_cmp, v_cmp = make_qkv(1, queries, num_compressed, **shape, device=device, generator=generator)
     settings: dict[str, Any] = {**sizes, 'seqlen_k': seqlen, 'q_offset': seqlen - queries, 'causal': True}
     lse = attention_lse(q, k_cmp, v_cmp, settings)
-    choice = {'num_selected': num_selected, 'num_init': 1, 'num_local': 2, 'share_group': True}
-    return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, choice
+    selection = {'num_selected': num_selected, 'num_init': 1, 'num_local': 2, 'share_group': True}
+    return {'q': q, 'k_cmp': k_cmp, 'lse': lse}, settings, selection
 
 
 @pytest.mark.parametrize('index', range(30))
 def test_counts_are_exact(index: int, device: torch.device):
-    """Where scores are counts, of which many are equal, the choice is that of eager."""
+    """Where scores are counts, many of them equal, the selected blocks equal those of eager."""
     problem = draw_select_blocks(index, device, exact=True)
-    tensors, settings, choice = problem
-    choice = choice | {'block_counts': draw_counts(problem, index)}
+    tensors, settings, selection = problem
+    selection = selection | {'block_counts': draw_counts(problem, index)}
     with harness.poisoned_allocations():
-        blocks = choose(BACKEND, tensors, settings, choice)
-    assert torch.equal(blocks, choose('eager', tensors, settings, choice)), problem[1:]
-    assert torch.equal(blocks, choose(BACKEND, tensors, settings, choice))
+        blocks = choose(BACKEND, tensors, settings, selection)
+    assert torch.equal(blocks, choose('eager', tensors, settings, selection)), problem[1:]
+    assert torch.equal(blocks, choose(BACKEND, tensors, settings, selection))
 
 
 @pytest.mark.parametrize('index', range(30))
-def test_capped_choices_have_the_highest_scores(index: int, device: torch.device):
-    tensors, settings, choice = problem = draw_select_blocks(index, device, exact=False)
+def test_capped_selections_have_the_highest_scores(index: int, device: torch.device):
+    tensors, settings, selection = problem = draw_select_blocks(index, device, exact=False)
     tensors, settings = cap(tensors, settings, SOFTCAPS[index % 4])
     if index % 3:
-        choice = choice | {'block_counts': draw_counts(problem, index)}
+        selection = selection | {'block_counts': draw_counts(problem, index)}
     with harness.poisoned_allocations():
-        blocks = choose(BACKEND, tensors, settings, choice)
-    assert_chooses_as_well(blocks, tensors, settings, choice)
+        blocks = choose(BACKEND, tensors, settings, selection)
+    assert_chooses_as_well(blocks, tensors, settings, selection)
 
 
 @pytest.mark.parametrize('index', range(36))
 def test_rules_of_capped_scores(index: int, device: torch.device):
-    """Drawn problems by the error rules, in memory full of NaN; the first call gives the bits of the second."""
+    """Random problems by the error rules, in memory filled with NaN; the first call has the bits of the second."""
     problem, generator = draw_problem('chosen_scores', index, device)
     tensors, settings = cap(problem.tensors, problem.settings, SOFTCAPS[index % 4])
     problem = replace(problem, tensors=tensors, settings=settings)
@@ -141,16 +143,16 @@ def test_rules_of_the_capped_straight_through_scale(index: int, device: torch.de
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('head_dim', HEAD_DIMS)
 def test_every_head_size(head_dim: int, dtype: torch.dtype, device: torch.device):
-    """Rows over several tiles of blocks, of which each query takes another number, beyond those that are forced."""
-    problem = make_choice(9000, dtype, device, queries=200, head_dim=head_dim, group=4)
-    tensors, settings, choice = problem
+    """Rows over several tiles of blocks; each query selects another number of blocks beyond the forced ones."""
+    problem = make_selection(9000, dtype, device, queries=200, head_dim=head_dim, group=4)
+    tensors, settings, selection = problem
     tensors, settings = cap(tensors, settings, 2.0)
     counts = draw_counts(problem, head_dim)
-    choice = choice | {'block_counts': counts}
-    blocks = choose(BACKEND, tensors, settings, choice)
-    assert_chooses_as_well(blocks, tensors, settings, choice)
+    selection = selection | {'block_counts': counts}
+    blocks = choose(BACKEND, tensors, settings, selection)
+    assert_chooses_as_well(blocks, tensors, settings, selection)
     assert torch.equal((blocks >= 0).sum(-1), counts.clamp(0, 16))
-    assert torch.equal(choose(BACKEND, tensors, settings, choice), blocks)
+    assert torch.equal(choose(BACKEND, tensors, settings, selection), blocks)
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
@@ -159,26 +161,26 @@ def test_every_head_size(head_dim: int, dtype: torch.dtype, device: torch.device
 def test_blocks_that_reach_beyond_the_next(
     sizes: tuple[int, int, int], group: int, dtype: torch.dtype, device: torch.device
 ):
-    """A tile hands nothing on to the next one, and adds heads up in other threads. Where there is no block, too."""
+    """A tile carries nothing over to the next one, and sums over heads in other threads; with 0 blocks, too."""
     for seqlen, num_selected in ((3000, 16), (300, 6), (sizes[0] - 1, 6)):
         for head_dim in (32, 128):
-            tensors, settings, choice = make_choice(
+            tensors, settings, selection = make_selection(
                 seqlen, dtype, device, queries=min(seqlen, 200), head_dim=head_dim, group=group,
                 num_selected=num_selected, sizes=dict(zip(SIZES, sizes, strict=True)),
             )  # fmt: skip
-            blocks = choose(BACKEND, tensors, settings, choice)
-            assert_chooses_as_well(blocks, tensors, settings, choice)
-            assert torch.equal(choose(BACKEND, tensors, settings, choice), blocks)
+            blocks = choose(BACKEND, tensors, settings, selection)
+            assert_chooses_as_well(blocks, tensors, settings, selection)
+            assert torch.equal(choose(BACKEND, tensors, settings, selection), blocks)
 
 
 @pytest.mark.parametrize('group', [1, 3, 16])
 def test_fewer_blocks_of_many(group: int, device: torch.device):
-    """Of every query the first of those that it takes without a count."""
-    problem = make_choice(40_000, torch.bfloat16, device, queries=64, group=group, num_selected=300)
-    tensors, settings, choice = problem
+    """Every query selects the first of the blocks that it selects without a count."""
+    problem = make_selection(40_000, torch.bfloat16, device, queries=64, group=group, num_selected=300)
+    tensors, settings, selection = problem
     counts = (torch.arange(64, device=device) * 5)[None, :, None].expand(1, 64, 2)
-    fewer = choice | {'block_counts': counts}
-    blocks, every_one = choose(BACKEND, tensors, settings, fewer), choose(BACKEND, tensors, settings, choice)
+    fewer = selection | {'block_counts': counts}
+    blocks, every_one = choose(BACKEND, tensors, settings, fewer), choose(BACKEND, tensors, settings, selection)
     assert torch.equal((blocks >= 0).sum(-1), counts.clamp(max=300))
     assert_chooses_as_well(blocks, tensors, settings, fewer)
     taken = torch.zeros(1, 64, 2, 625, dtype=torch.bool, device=device).scatter_(-1, every_one.long(), True)
@@ -186,7 +188,7 @@ def test_fewer_blocks_of_many(group: int, device: torch.device):
 
 
 def test_segments(device: torch.device):
-    """The results of packed sequences, and nothing at padding, whatever stands there."""
+    """Results equal those of packed sequences, and are empty at padding, whatever values it holds."""
     lengths, numbers = [300, 70, 1, 500], [4, -2, 4, 0]
     generator = torch.Generator(device).manual_seed(0)
     num_compressed = sum(max(0, (length - 32) // 16 + 1) for length in lengths)
@@ -197,10 +199,10 @@ def test_segments(device: torch.device):
     lse = attention_lse(q, k_cmp, v_cmp, {**SIZES, 'cu_seqlens': borders})
     padding = (ids < 0)[..., None, None]
     counts = torch.randint(0, 6, (1, 871, 2), device=device, generator=generator)
-    choice: dict[str, Any] = {**SIZES, 'num_selected': 5, 'softcap': 3.0, 'block_counts': counts, 'backend': BACKEND}
-    expected = select_blocks(q, k_cmp, lse, **choice, cu_seqlens=borders).masked_fill(padding, -1)
+    selection: dict[str, Any] = {**SIZES, 'num_selected': 5, 'softcap': 3.0, 'block_counts': counts, 'backend': BACKEND}
+    expected = select_blocks(q, k_cmp, lse, **selection, cu_seqlens=borders).masked_fill(padding, -1)
     q[:, 300:370], lse[..., 300:370] = torch.nan, torch.nan
-    blocks = select_blocks(q, k_cmp, lse, **choice, segment_ids=ids)
+    blocks = select_blocks(q, k_cmp, lse, **selection, segment_ids=ids)
     assert torch.equal(blocks, expected)
 
     every_block = torch.arange(8, device=device).int().expand(1, 871, 2, 8)
@@ -217,11 +219,11 @@ def test_segments(device: torch.device):
             assert grad.any()
 
 
-def test_counts_of_a_captured_choice(device: torch.device):
-    """Replayed with other numbers of blocks it gives what a call gives; ids of segments are refused."""
-    tensors, settings, choice = make_choice(600, torch.bfloat16, device)
+def test_counts_of_a_captured_selection(device: torch.device):
+    """A replay with other counts equals a call; segment ids are refused in a graph."""
+    tensors, settings, selection = make_selection(600, torch.bfloat16, device)
     counts = torch.full((1, 600, 2), 3, dtype=torch.int32, device=device)
-    settings |= {'softcap': 20.0, 'backend': BACKEND, **choice}
+    settings |= {'softcap': 20.0, 'backend': BACKEND, **selection}
     alone = {name: value for name, value in settings.items() if name != 'q_offset'}
     select_blocks(**tensors, **settings, block_counts=counts)
     torch.cuda.synchronize()
@@ -239,7 +241,7 @@ def test_counts_of_a_captured_choice(device: torch.device):
 
 @pytest.mark.parametrize('changes', [{}, {'dynamic': True}])
 def test_features_compile(changes: dict[str, Any], device: torch.device):
-    """As they are called, in one graph: the choice, and the gradients by which it is learned."""
+    """Selection and the gradients of its scores compile into one graph."""
 
     def learn(tensors: dict[str, Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
         common: dict[str, Any] = {**SIZES, 'softcap': 2.0, 'backend': BACKEND}
@@ -248,7 +250,7 @@ def test_features_compile(changes: dict[str, Any], device: torch.device):
 
     compiled = torch.compile(learn, fullgraph=True, **changes)
     for seqlen in (500, 620):
-        tensors, _, _ = make_choice(seqlen, torch.bfloat16, device)
+        tensors, _, _ = make_selection(seqlen, torch.bfloat16, device)
         tensors = {name: t.requires_grad_() for name, t in tensors.items()}
         counts = (torch.arange(seqlen, device=device) % 8)[None, :, None].expand(1, seqlen, 2)
         (blocks, scale), (expected, other) = compiled(tensors, counts), learn(tensors, counts)

@@ -1,6 +1,4 @@
-"""What the choice of blocks and the scores of the chosen take beside: soft caps, a number of blocks per query, segment
-ids.
-"""
+"""Features of block selection and of the scores of selected blocks: soft caps, block counts per query, segment ids."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from tests.support.problems import (
 HEADS = Heads(4, 2, 3, 3)
 SIZES = (4, 2, 4)
 SOFTCAPS = (0.3, 1.0, 20.0)
-# Sequences of a packed row by their ids; an id may come again.
+# Sequences of a packed row by their ids; an id may occur again.
 RUNS = ((3, 9), (-1, 4), (-5, 2), (7, 1), (3, 12), (0, 6))
 SEQLEN = sum(length for _, length in RUNS)
 
@@ -60,7 +58,7 @@ def count_rows(extents: Extents, heads: Heads, share_group: bool) -> tuple[int, 
     softcap=st.sampled_from([None, *SOFTCAPS]),
     counts=st.sampled_from(['none', 'int', 'int32', 'int64']),
 )
-def test_definition_of_the_choice(
+def test_definition_of_block_selection(
     extents: Extents,
     heads: Heads,
     sizes: Sizes,
@@ -79,7 +77,7 @@ def test_definition_of_the_choice(
     elif counts != 'none':
         shape = count_rows(extents, heads, share_group)
         block_counts = torch.randint(-1, num_selected + 3, shape, dtype=getattr(torch, counts))
-    choice: dict[str, Any] = {
+    selection: dict[str, Any] = {
         'num_selected': num_selected,
         'num_init': num_init,
         'num_local': num_local,
@@ -87,9 +85,9 @@ def test_definition_of_the_choice(
         'softcap': softcap,
         'block_counts': block_counts,
     }
-    blocks = select_blocks(q, k_cmp, lse, **settings, **choice)
+    blocks = select_blocks(q, k_cmp, lse, **settings, **selection)
     assert blocks.dtype == torch.int32
-    assert torch.equal(blocks, definition.select_blocks(q, k_cmp, lse, **settings, **choice))
+    assert torch.equal(blocks, definition.select_blocks(q, k_cmp, lse, **settings, **selection))
 
 
 @given(
@@ -120,7 +118,7 @@ def test_second_derivatives_with_a_soft_cap(op: Any) -> None:
     q, k_cmp, lse, settings = make_problem(whole(9), Heads(2, 1, 3, 3), SIZES)
     settings |= {'softcap': 0.7}
     blocks = torch.randint(-1, 3, (1, 9, 1, 2)).int()
-    # Without keys that belong to no sequence, and without rows that see nothing, where differences are not finite.
+    # Without keys of no sequence, and without rows that read nothing, where differences are not finite.
     k_cmp, lse = k_cmp[:, :3], lse.masked_fill(lse == -torch.inf, 0)
     leaves = tuple(t.requires_grad_() for t in (q, k_cmp, lse))
     assert torch.autograd.gradgradcheck(lambda *inputs: op(*inputs, blocks, **settings), leaves)
@@ -143,15 +141,15 @@ def test_slope_of_the_straight_through_scale() -> None:
 
 
 def test_a_soft_cap_changes_the_selection() -> None:
-    """Without it a block that one head reads much of, with it one that both heads do."""
+    """Without a cap the block with much weight of one head is selected, with it the block with weight of both heads."""
     q = torch.eye(2, dtype=torch.float64).reshape(1, 1, 2, 2)
     k_cmp = torch.tensor([[6.0, -6.0], [5.0, 5.0]], dtype=torch.float64).reshape(1, 2, 1, 2)
     names = ('compress_block_size', 'compress_stride', 'selection_block_size')
     settings: dict[str, Any] = {**dict.fromkeys(names, 1), 'seqlen_k': 2, 'scale': 1.0}
-    choice: dict[str, Any] = {'num_selected': 1, 'num_init': 0, 'num_local': 0}
+    selection: dict[str, Any] = {'num_selected': 1, 'num_init': 0, 'num_local': 0}
     lse = torch.zeros(1, 2, 1, dtype=torch.float64)
     for softcap, expected in ((None, 0), (1e6, 0), (1.0, 1)):
-        assert select_blocks(q, k_cmp, lse, softcap=softcap, **settings, **choice).item() == expected
+        assert select_blocks(q, k_cmp, lse, softcap=softcap, **settings, **selection).item() == expected
     blocks = torch.tensor([0, 1], dtype=torch.int32).reshape(1, 1, 1, 2)
     scores = chosen_scores(q, k_cmp, lse, blocks, softcap=4.0, **settings)
     torch.testing.assert_close(scores[0, 0, 0], (4 * (k_cmp / 4).tanh()).exp().mean(-1)[0, :, 0])
@@ -198,7 +196,7 @@ def test_forced_blocks_within_a_count() -> None:
 
 
 def make_segmented(softcap: float | None = 0.7) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and settings of the rows that RUNS name, NaN in all that padding has."""
+    """Return tensors and settings of the rows that RUNS names, with NaN in all padding."""
     _, _, lse, settings = make_problem(packed([length for _, length in RUNS]), HEADS, SIZES)
     del settings['cu_seqlens'], settings['seqlen_k']
     extents = packed([length for _, length in RUNS])
@@ -209,7 +207,7 @@ def make_segmented(softcap: float | None = 0.7) -> tuple[dict[str, Tensor], dict
 
 
 def runs_of(tensors: dict[str, Tensor]) -> list[tuple[int, slice, dict[str, Tensor]]]:
-    """Of every run its id, its tokens and its tensors."""
+    """Return id, tokens and tensors of every run."""
     found, start, first_block = [], 0, 0
     for number, length in RUNS:
         blocks = definition.count_compressed_blocks(length, *SIZES[:2])
@@ -225,14 +223,14 @@ def runs_of(tensors: dict[str, Tensor]) -> list[tuple[int, slice, dict[str, Tens
 def test_segments_are_sequences_of_their_own(causal: bool, dtype: torch.dtype) -> None:
     tensors, settings = make_segmented()
     settings |= {'causal': causal}
-    choice: dict[str, Any] = {'num_selected': 3, 'num_init': 1, 'num_local': 1}
+    selection: dict[str, Any] = {'num_selected': 3, 'num_init': 1, 'num_local': 1}
     counts = torch.randint(0, 4, (1, SEQLEN, 2))
     ids = make_segments().to(dtype)
-    blocks = select_blocks(**tensors, **settings, **choice, block_counts=counts, segment_ids=ids)
+    blocks = select_blocks(**tensors, **settings, **selection, block_counts=counts, segment_ids=ids)
     every_block = torch.arange(3).int().expand(1, SEQLEN, 2, 3)
     scores = chosen_scores(**tensors, block_indices=every_block, **settings, segment_ids=ids)
     for number, tokens, own in runs_of(tensors):
-        expected = definition.select_blocks(**own, **settings, **choice, block_counts=counts[:, tokens])
+        expected = definition.select_blocks(**own, **settings, **selection, block_counts=counts[:, tokens])
         alone = definition.chosen_scores(**own, block_indices=every_block[:, tokens], **settings)
         assert torch.equal(blocks[:, tokens], expected if number >= 0 else torch.full_like(expected, -1))
         torch.testing.assert_close(scores[:, tokens], alone if number >= 0 else torch.zeros_like(alone))
