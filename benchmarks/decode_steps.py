@@ -38,7 +38,7 @@ SHORT = 32
 LENGTHS = {'8k': 2**13, '32k': 2**15, '64k': 2**16, '128k': 2**17, '1m': 2**20}
 # ms to reach, with 4 kv heads.
 TARGETS = {'8k-b1': 0.028, '8k-b256': 0.32, '64k-b1': 0.032, '64k-b8': 0.042, '64k-b32': 0.108, '1m-b1': 0.12}
-# Of the keys and values of the largest batch, which has at most so many rows.
+# Bytes of the keys and values of the largest batch, and its most rows.
 FULL_BYTES = 2**32
 MAX_BATCH = 256
 LENGTHS_OF_KV_HEADS = {4: ('8k', '64k', '32k', '128k', '1m'), 16: ('32k', '64k'), 64: ('32k', '64k')}

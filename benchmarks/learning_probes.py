@@ -1,4 +1,4 @@
-"""What the attention layers of a model do on a few sequences: gates, attention mass, norms of branches."""
+"""Probes of the attention layers of a model on a few sequences: gates, attention mass, norms of branches."""
 
 from __future__ import annotations
 

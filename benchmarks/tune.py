@@ -119,7 +119,7 @@ def make_phases(table: str, itemsize: int, head_dim: int, device: str) -> list[A
         few_blocks = 2 * shape.num_selected * shape.selection_block_size
         short = replace(small, selection_block_size=max(shape.compress_stride, SHORT // 2))
         shapes += [replace(small, seqlen=few_blocks), *(replace(s, seqlen=4 * s.seqlen) for s in (small, short))]
-        # Of 32 and 64, with so many chosen that they go query by query in both passes.
+        # Groups of 32 and 64, with so many selected blocks that both passes run query by query.
         if name.endswith(('_32', '_64')):
             heads = int(name[-2:])
             shapes = [replace(shape, heads=heads, kv_heads=1, num_selected=MAX_UNION_SELECTED + 1)]

@@ -152,7 +152,7 @@ def recall_row(
 
 
 class Experiment:
-    """What the stages share: settings, text, held-out rows, and the rows of the result."""
+    """State that the stages share: settings, text, held-out rows, and the rows of the result."""
 
     def __init__(self, options: argparse.Namespace, text: Text) -> None:
         self.options, self.text = options, text

@@ -1,4 +1,4 @@
-"""Which bytes a step and an evaluation read."""
+"""Bytes that a step and an evaluation read."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ SPARSE_ONLY = {*(f.name for f in fields(Config) if 'sparse' in f.metadata), 'blo
 # The options that act together with these two, which train nothing.
 WITH_SAMPLE = {'sample', 'prompt', 'tokens', 'backend', 'device', 'temperature', 'top_p', 'seed', 'traceback'}
 WITH_COMPARE = {'compare', 'runs_dir', 'traceback'}
-# Those that act in training alone.
+# Options that act in training alone.
 NOT_WITH_CHECK_DECODE = {'resume', 'compile', 'graph', 'wandb'}
 
 

@@ -1,4 +1,4 @@
-"""Which run a call means: a new folder, or the checkpoint that --resume or --check-decode names."""
+"""The run of a call: a new folder, or the checkpoint that --resume or --check-decode names."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ TARGETS: dict[str, tuple[float, float | None]] = {
     'nsa': (24.5, 64),
     'nsa-unrelated': (31.5, 69),
 }
-# Of dense attention of cuDNN over `nsa`; of what is in the layer beside its projections over `nsa`.
+# Least time of dense attention of cuDNN, and most time of the layer without its projections, relative to `nsa`.
 LEAST_GAIN = (4.9, 5.2)
 MOST_INSIDE = 1.15
 # Tokens from which on `nsa` is the faster, forward and backward together.
@@ -52,7 +52,7 @@ COMPARED = (TARGET_SHAPE, 'paper-8k-h4', 'paper-32k-h16', 'paper-32k-h64', 'head
 FEWER_HEADS = 'long-1024k-q32'
 # Where memory is linear, bytes a token are as many as in shorter sequences, up to what is padded.
 MAX_GROWTH = 1.05
-# What a forward and a backward consist of.
+# Parts of a forward and of a backward pass.
 SHARES = {
     'forward': ('compressed', 'selection', 'selected', 'window', 'sum'),
     'backward': ('compressed', 'selected', 'window', 'sum'),

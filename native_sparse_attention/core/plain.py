@@ -22,7 +22,7 @@ def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
     module is not plain where it has an adapter, pruning, a parametrisation, a quantised or sharded weight, or a hook of
     a profiler.
     A module that tensor parallelism has divided computes with the plain weights of its rank.
-    Nothing is remembered: any of these may come and go between calls.
+    Nothing is cached: any of these may change between calls.
     """
     return private.is_plain(module, types)
 
@@ -35,7 +35,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 def runs_hooks(module: nn.Module) -> bool:
     """Whether a call of the module, or of a module in it, runs forward hooks or a `forward` of the instance.
 
-    Sharding, offload and profilers are among them. Nothing is remembered, as in `is_plain`.
+    Sharding, offload and profilers are among them. Nothing is cached, as in `is_plain`.
     """
     return private.runs_hooks(module)
 

@@ -382,7 +382,7 @@ class RecordedLaunch(NamedTuple):
     compiled: Any
 
 
-# Of the arguments of a launcher: the stream, and the first value.
+# Positions in the arguments of a launcher: the stream, and the first value.
 _STREAM, FIRST_VALUE = 3, 9
 
 

@@ -16,7 +16,7 @@ from native_sparse_attention.core.private import PLAIN_KEYS, union_of_keys
 
 
 class Recording(NamedTuple):
-    """What recording needs of PyTorch.
+    """Interfaces of PyTorch that recording uses.
 
     Attributes:
         mode: base class of dispatch modes, whose `__torch_dispatch__` receives every operation of a thread, and those

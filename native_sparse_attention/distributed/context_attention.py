@@ -273,7 +273,7 @@ def attend_divided(
             tokens, blocks = visible[index]
             seen = {name: t[:, :tokens] for name, t in zip(keys, gathered, strict=True)}
             seen |= {name: t if t is None else t[:, :blocks] for name, t in of_heads[head].items()}
-            where = _placement(sequence, part, tokens)
+            where = _positions(sequence, part, tokens)
             outs.append(attend(**of_part, **seen, **of_head, gates=part_gates, choose=select, **where, **settings))
         return outs
 
@@ -300,7 +300,7 @@ def _count_visible(sequence: DividedSequence, part: range, causal_sizes: tuple[i
     return part.stop, sum(num_compressed_blocks(len(s), *causal_sizes) for s in seen)
 
 
-def _placement(sequence: DividedSequence, part: range, tokens: int) -> dict[str, Any]:
+def _positions(sequence: DividedSequence, part: range, tokens: int) -> dict[str, Any]:
     """Return the arguments of `nsa` that place a range of queries among the first `tokens` of the sequence."""
     borders = sequence.cu_seqlens
     if borders is None:

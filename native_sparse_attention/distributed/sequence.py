@@ -158,7 +158,7 @@ def exchange_objects(group: Any, mine: Any) -> list[Any]:
 
 
 def fetch(x: Tensor, group: Any, held: Held, wanted: Held) -> Tensor:
-    """Return the tokens `[B, N, ...]` that this rank wants, in the order of its ranges, of x `[B, T, ...]`."""
+    """Return the tokens `[B, N, ...]` that this rank needs, in the order of its ranges, of x `[B, T, ...]`."""
     if held == wanted:
         return x
     if num_tokens(wanted) == 0:
@@ -399,7 +399,7 @@ def _buffer(tensors: Tensors, like: Tensor) -> tuple[Tensor, list[tuple[Tensor, 
 
 
 def _moves(held: tuple[range, ...], wanted: tuple[range, ...]) -> Moves:
-    """Return the moves from a rank that holds these tokens to one that wants those."""
+    """Return the moves from a rank that holds these tokens to one that needs others."""
     moves, at = [], 0
     for want in wanted:
         local = 0

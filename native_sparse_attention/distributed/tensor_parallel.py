@@ -32,7 +32,7 @@ _OF_HEADS = (
     *('k_intrablock_positions', 'v_intrablock_positions', 'compress_mem_k', 'compress_mem_v'),
     *('compress_sinks', 'window_sinks'),
 )
-# Of a new model; an adapter or a quantised weight in place of one computes something else.
+# Classes in a new model; an adapter or a quantised weight in place of one computes something else.
 _DIVISIBLE = (nn.RMSNorm, nn.Identity, nn.Linear, BranchLinear, nn.Embedding)
 
 

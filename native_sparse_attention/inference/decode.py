@@ -18,7 +18,7 @@ from native_sparse_attention.inference.phi import Phi
 from native_sparse_attention.inference.rollback import Checkpoint, settle_peaks
 from native_sparse_attention.nn.rotary import angle_tables, rotate
 from native_sparse_attention.ops.decoding import api
-from native_sparse_attention.ops.decoding.step import MAX_SPLITS, Mlps, Settings, Tokens, look_at
+from native_sparse_attention.ops.decoding.step import MAX_SPLITS, LayerSettings, Mlps, Tokens, look_at
 from native_sparse_attention.ops.gated_sum.api import backend_of as sum_backend
 from native_sparse_attention.ops.rotary.api import backend_of as rotary_backend
 from native_sparse_attention.ops.rotary.api import check_layout
@@ -158,7 +158,7 @@ def nsa_decode(
         'sinks': reduce_sinks(sinks, q),
         'sinks_cmp': reduce_sinks(sinks_cmp, q, 'sinks_cmp'),
     }
-    settings = Settings(
+    settings = LayerSettings(
         *_compressed_sizes(cache, selection_block_size),
         *(selection_block_size, num_selected, window_size, num_init, num_local, num_recent, share_group),
         *(checks.logit_scale(q, scale), merge_window, is_half, num_splits, tiles_of_program),
@@ -198,7 +198,7 @@ def _decode_by_kernels(
     freqs: Tensor | None,
     interpolate_factor: float,
     mem_kv: tuple[Tensor, Tensor | None] | None,
-    settings: Settings,
+    settings: LayerSettings,
     mlps: Mlps | None,
     given: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, LaunchCache]:
@@ -299,7 +299,7 @@ def _check_ops(
     gates: Tensor | None,
     cache: LayerCache,
     freqs: Tensor | None,
-    settings: Settings,
+    settings: LayerSettings,
     modifiers: dict[str, Any],
     backend: str,
 ) -> None:
@@ -327,7 +327,7 @@ def _decode_by_ops(
     interpolate_factor: float,
     mem_kv: tuple[Tensor, Tensor | None] | None,
     counts: Tensor | None,
-    settings: Settings,
+    settings: LayerSettings,
     modifiers: dict[str, Any],
     backend: str,
 ) -> Tensor:
@@ -359,7 +359,7 @@ def _attend_to_cache(
     cache: LayerCache,
     mem_kv: tuple[Tensor, Tensor | None] | None,
     offset: Tensor,
-    settings: Settings,
+    settings: LayerSettings,
     modifiers: dict[str, Any],
     backend: str,
 ) -> Tensor:

@@ -227,7 +227,7 @@ class Finite:
         self._bad_rows = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
 
     def replaced(self, logits: Tensor) -> Tensor:
-        """logits `[B, V]`, with 0 in rows that have NaN, +inf or nothing but -inf, which are remembered."""
+        """logits `[B, V]`, with 0 in rows that have NaN, +inf or only -inf; such rows are recorded."""
         # The maximum of a row is NaN where one of its values is.
         bad = ~logits.amax(-1).isfinite()
         self._bad_rows |= bad

@@ -232,7 +232,7 @@ class PagedLayerCache(LayerCache):
         assert table is not None
         return table
 
-    def _place(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _locate(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pages and their entries where index `[B, n]` of each row lies, and whether such a page exists; all `[B, n]`.
 
         A page that does not exist is replaced by one that does.
@@ -251,11 +251,11 @@ class PagedLayerCache(LayerCache):
         return pool[pages.long()].flatten(1, 2)[:, :count]
 
     def _read_at(self, name: str, index: Tensor) -> Tensor:
-        page, entry, _ = self._place(name, index)
+        page, entry, _ = self._locate(name, index)
         return getattr(self, name)[page, entry]
 
     def _write(self, name: str, index: Tensor, entries: Tensor, ends: Tensor) -> None:
-        page, entry, exists = self._place(name, index)
+        page, entry, exists = self._locate(name, index)
         kept = exists & (index < ends[:, None])
         _write_kept(getattr(self, name), *(t.flatten(0, 1) for t in (page, entry, kept, entries)))
 

@@ -63,7 +63,7 @@ class Phi(NamedTuple):
         block_size, stride = cache.compress
         num_blocks = -(-q.shape[1] // stride)
         case, checked = (*self.networks, num_blocks, q.dtype), cache.session.checked_networks
-        # What runs while a graph is captured would be part of it.
+        # Operations during the capture of a graph would be part of it.
         if checked.find(case) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         heads = cache.layout['kv_heads']

@@ -40,7 +40,7 @@ class Recent(OrderedDict[tuple[Any, ...], Any]):
 
 
 class Session:
-    """What consecutive decoding steps on one cache share. A copied or unpickled cache has an empty session.
+    """State that consecutive decoding steps on one cache share. A copied or unpickled cache has an empty session.
 
     Attributes:
         workspace: scratch buffers of the kernels by name, shape and dtype; one launch leaves results there for the

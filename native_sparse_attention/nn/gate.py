@@ -14,9 +14,9 @@ from native_sparse_attention.nn.linear import FixedStartLinear
 
 # Logits at the start. The window gate is open and the others nearly shut, as local patterns are learned first.
 GATE_START = (-2.0, -2.0, 2.0)
-# Of the compressed output beside merged attention.
+# Logit of the compressed output beside merged attention.
 MERGED_GATE_START = (-2.0,)
-# Of a whole output: open.
+# Logit of a whole output: open.
 OUTPUT_GATE_START = 2.0
 
 

@@ -44,7 +44,7 @@ class AttentionLayer(nn.Module):
     rotary: Rotary | None
     selection_block_size: int = 1  # pages of a cache hold a multiple of so many tokens
 
-    # Of the weights in a call, where they differ between calls: set by `apply_fsdp`.
+    # Dtype and device of the weights in a call, where they differ between calls; set by `apply_fsdp`.
     run_dtype: torch.dtype | None = None
     run_device: torch.device | None = None
 

@@ -35,7 +35,7 @@ DEFAULT_SPARSE_ATTN_KWARGS: Mapping[str, Any] = {
     'selection_block_size': 4,
     'num_selected_blocks': 4,
 }
-# Of SparseAttention, which the dense twin shares.
+# Arguments of SparseAttention that the dense twin shares.
 SHAPE_SETTINGS = ('norm', 'qk_norm', 'dim_value_head', 'rotary_emb', 'rotary_layout')
 IGNORED_LABEL = -100
 
@@ -104,7 +104,7 @@ class Transformer(GeneratingModel):
         ValueError: sizes do not fit; names argument, value and rule.
     """
 
-    # What transformers.Trainer asks of a model: num_items_in_batch is taken, and labels are shifted in the forward.
+    # transformers.Trainer reads these: num_items_in_batch is taken, and labels are shifted in the forward.
     accepts_loss_kwargs = True
     loss_type = 'ForCausalLM'
 

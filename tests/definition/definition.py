@@ -327,7 +327,7 @@ def nsa(
         scores = chosen_scores(q_cmp, k_cmp, lse, block_indices, **settings)
         is_forced = torch.zeros(scores.shape, dtype=torch.bool)
         causal = where.get('causal', True)
-        for query in locate_queries(q, seqlen_k, **placement(where)):
+        for query in locate_queries(q, seqlen_k, **positions_of(where)):
             without_scale = forced_blocks(
                 (query.position - num_recent) // selection_block_size, **forced, causal=causal
             )
@@ -461,7 +461,7 @@ def stack_as(tensors: list[Any], shape: tuple[int, ...]) -> Tensor:
     return torch.stack(tensors).view(shape) if tensors else torch.zeros(shape, dtype=torch.float64)
 
 
-def placement(where: dict[str, Any]) -> dict[str, Any]:
+def positions_of(where: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that give the positions of queries."""
     return {name: value for name, value in where.items() if name not in ('causal', 'scale', 'softcap')}
 

@@ -33,7 +33,7 @@ from tests.support.problems import Extents, cumulative, drawn_extents, packed, r
 
 INT32 = torch.iinfo(torch.int32)
 JUNK = (-1, -2, INT32.min, INT32.max, 10**6)
-Lists = dict[int, list[int]]
+CsrRows = dict[int, list[int]]
 SMALL_TILE = Tile(7, 4, 2)
 ways = pytest.mark.parametrize('tile', [None, SMALL_TILE], ids=['sorted as a whole', 'counted'])
 
@@ -47,10 +47,10 @@ def make_indices(extents: Extents, index_heads: int, num_selected: int, block_si
 
 def lists_of_pair(
     rows: Tensor, row: int, sequences: Sequences, block_size: int, causal: bool, unique: bool, tokens: range
-) -> Lists:
+) -> CsrRows:
     """Return the CSR rows of one pair from indices `[T, R, n]`, by definition."""
     layout = sequences.layout()
-    lists: Lists = defaultdict(list)
+    lists: CsrRows = defaultdict(list)
     for t, of_token in zip(tokens, rows[tokens.start : tokens.stop].tolist(), strict=True):
         position, num_keys = int(layout.position[row, t]), int(layout.key_len[row, t])
         first_slot = 0
@@ -99,8 +99,8 @@ def check(
 ) -> None:
     sequences = make_sequences(extents, device)
     indices = place(make_indices(extents, kv_heads * repeats, num_selected, block_size, dtype), device)
-    placement = make_layout(sequences)
-    num_slots = num_block_slots(placement, block_size)
+    layout = make_layout(sequences)
+    num_slots = num_block_slots(layout, block_size)
     with sorted_by(tile):
         groups = group_pairs(indices, kv_heads, num_slots)
     assert [pair for group in groups for pair in group] == list(range(extents.batch * kv_heads))
@@ -108,7 +108,7 @@ def check(
     asked = range(extents.seqlen_q) if tokens is None else tokens
     for pairs in groups:
         with sorted_by(tile):
-            index = make_inverse_index(indices, placement, pairs, **sizes, causal=causal, unique=unique, tokens=tokens)
+            index = make_inverse_index(indices, layout, pairs, **sizes, causal=causal, unique=unique, tokens=tokens)
         assert index.entries.shape == (len(pairs), len(asked) * repeats * num_selected)
         assert index.starts.shape == (len(pairs), num_slots + 1)
         assert index.entries.dtype == index.starts.dtype == torch.int32
@@ -209,9 +209,9 @@ def test_long_lists_of_pairs(extents: Extents, device: torch.device, monkeypatch
 
 
 def make_lists(indices: Tensor, sequences: Sequences, pairs: range, tile: Tile | None) -> InverseIndex:
-    placement, kv_heads = make_layout(sequences), indices.shape[2]
+    layout, kv_heads = make_layout(sequences), indices.shape[2]
     with sorted_by(tile):
-        return make_inverse_index(indices, placement, pairs, kv_heads=kv_heads, block_size=3, causal=True, unique=True)
+        return make_inverse_index(indices, layout, pairs, kv_heads=kv_heads, block_size=3, causal=True, unique=True)
 
 
 @ways

@@ -171,7 +171,7 @@ def test_mlps_of_keys_and_values_take_few_operations_under_autocast(name):
     assert together <= 36 < count(networks[0])
 
 
-def test_derivatives_take_two_operations_a_place():
+def test_derivatives_take_two_operations_per_slot():
     """Two operations per slot, none of which fills, copies or adds the tokens."""
     tokens, counts = torch.randn(2, 32, 2, 4, requires_grad=True), []
     for places in (2, 5):

@@ -246,8 +246,8 @@ def test_segments_are_sequences() -> None:
     extents = packed([3, 5, 4])
     inputs = make_qkv(extents, HEADS)
     ids = torch.tensor([[7] * 3 + [0] * 5 + [2] * 4])
-    placements: list[dict[str, Any]] = [extents.where, {'segment_ids': ids}]
-    results = [window_attention(*inputs, window_size=(2, 0), **where) for where in placements]
+    positions: list[dict[str, Any]] = [extents.where, {'segment_ids': ids}]
+    results = [window_attention(*inputs, window_size=(2, 0), **where) for where in positions]
     for result, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     both = window_attention(*inputs, window_size=(2, 0), segment_ids=(ids.int(), ids.int()), mask=ids > -1)

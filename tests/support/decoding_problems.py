@@ -251,7 +251,7 @@ def _write(cache: LayerCache, name: str, row: int, where: Tensor) -> None:
     tensor = getattr(cache, name)
     entries = torch.randn(where.shape[1], *tensor.shape[2:]).to(tensor)
     if isinstance(cache, PagedLayerCache):
-        page, entry, exists = cache._place(name, where.expand(cache.batch_size, -1))
+        page, entry, exists = cache._locate(name, where.expand(cache.batch_size, -1))
         assert exists[row].all()
         tensor[page[row], entry[row]] = entries
     else:
@@ -383,7 +383,7 @@ def assert_rest_is_unused(cache: LayerCache) -> None:
         for row, held in enumerate(held_entries(cache, name)):
             if isinstance(cache, PagedLayerCache):
                 where = torch.arange(len(held), device=cache.device).expand(cache.batch_size, -1)
-                page, entry, _ = cache._place(name, where)
+                page, entry, _ = cache._locate(name, where)
                 rest[page[row], entry[row]] = torch.nan
             else:
                 rest[row, : len(held)] = torch.nan

@@ -1,4 +1,4 @@
-"""What the type checker reads for `import triton`.
+"""Types of `import triton` for the type checker.
 
 From 3.8 on Triton declares that calls in kernels take the types of its annotations. In Triton's language a
 `tl.constexpr` parameter takes a plain number, and a name that is bound under a constant condition is bound: these

@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
 class NSAAttention(nn.Module):
     """Mixin before the attention class of a model family. An instance of that class becomes one by `convert`."""
 
-    # Of the family's class.
+    # Attributes of the family's class.
     config: Any
     layer_idx: int
     head_dim: int

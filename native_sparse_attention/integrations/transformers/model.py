@@ -1,4 +1,4 @@
-"""What the converted models of all families have in common: mixins before the classes of a family."""
+"""Mixins that the converted models of all families share, before the classes of a family."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
 
     Triton finds the compiled kernel by binding and inspecting all arguments. It specialises on types and values of
     arguments that are not tensors, and on dtype and 16-byte alignment of tensors. Triton is called once for each
-    combination of these; further launches use the remembered kernel. An argument that is not a tensor must have the
+    combination of these; further launches use the cached kernel. An argument that is not a tensor must have the
     same type in every launch of a kernel, since 1, 1.0 and True are equal keys.
 
     FP fusion is off: a product and a sum are fused only by an explicit tl.fma. Left to the compiler, fusion differs

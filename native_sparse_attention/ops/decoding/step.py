@@ -52,7 +52,7 @@ class Tokens(NamedTuple):
     q_cmp: Tensor
 
 
-class Settings(NamedTuple):
+class LayerSettings(NamedTuple):
     """Settings of a layer: l, d, l', n, W, forced blocks, num_recent as in `select_blocks`, whether a group selects
     together, the scale of the logits, whether selected blocks and window are read in one softmax, and whether rotary
     embedding pairs features i and i + F.

@@ -1,4 +1,4 @@
-"""What the type checker reads for `import triton.language`: any name, of any type."""
+"""Types of `import triton.language` for the type checker: any name, of any type."""
 
 from typing import Any
 

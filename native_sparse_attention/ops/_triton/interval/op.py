@@ -26,7 +26,7 @@ from native_sparse_attention.ops._triton.launch import describe_tiles, head_bloc
 from native_sparse_attention.ops._triton.registered import SEQUENCES, register_gradients, register_op, saved_inputs
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 
-# q, k, v, interval, placement and kernel_modifiers, as `_prepare` makes them for the kernels.
+# q, k, v, interval, layout and kernel_modifiers, as `_prepare` makes them for the kernels.
 Inputs = tuple[Tensor, Tensor, Tensor, Interval, varlen.SequenceLayout, KernelModifiers]
 # Elements of the log-sum-exp per step of `differentiate_sinks`.
 SINK_ELEMENTS = 2**24

@@ -79,7 +79,7 @@ def _forward(q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, *rest
     if straight_through:
         return torch.ones(block_indices.shape, dtype=torch.float32, device=q.device)
     q, k_cmp, block_indices = varlen.last_dim_contiguous(q, k_cmp, block_indices)
-    layout, sizes = _place(q, k_cmp, flat, block_size, stride)
+    layout, sizes = _layout(q, k_cmp, flat, block_size, stride)
     out = q.new_empty(block_indices.shape, dtype=torch.float32)
     if out.numel() == 0 or k_cmp.shape[1] == 0:
         return out.zero_()
@@ -110,7 +110,7 @@ def _backward(
     flat, (block_size, stride, selection_block_size) = rest[:6], rest[6:9]
     causal, scale, softcap, num_init, num_local, num_recent, needs_dq, needs_dk = rest[9:]
     q, k_cmp, block_indices = varlen.last_dim_contiguous(q, k_cmp, block_indices)
-    layout, sizes = _place(q, k_cmp, flat, block_size, stride)
+    layout, sizes = _layout(q, k_cmp, flat, block_size, stride)
     sizes = sizes._replace(num_init=num_init, num_local=num_local, num_recent=num_recent)
     dq, dk, dlse = (
         t.new_empty(t.shape if needed else 0) for t, needed in ((q, needs_dq), (k_cmp, needs_dk), (lse, needs_dq))
@@ -244,7 +244,7 @@ def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
 register_gradients(_forward, _backward, _differentiate, _save)
 
 
-def _place(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[varlen.SequenceLayout, Sizes]:
+def _layout(q: Tensor, k_cmp: Tensor, flat: Any, block_size: int, stride: int) -> tuple[varlen.SequenceLayout, Sizes]:
     """Return the layout and sizes of a call. Tokens behind the last complete compressed block do not matter, so the
     number of tokens is bounded by the compressed blocks.
     """

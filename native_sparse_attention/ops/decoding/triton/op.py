@@ -12,7 +12,7 @@ from torch import Tensor
 from native_sparse_attention.ops._triton.launch import head_block, row_block
 from native_sparse_attention.ops._triton.support import MAX_TOKENS
 from native_sparse_attention.ops._triton.varlen import last_dim_contiguous
-from native_sparse_attention.ops.decoding.step import Mlps, Settings, Storage, Tokens
+from native_sparse_attention.ops.decoding.step import LayerSettings, Mlps, Storage, Tokens
 from native_sparse_attention.ops.decoding.triton.append import NUM_ROLES, Angles, Variant, append_kernel
 from native_sparse_attention.ops.decoding.triton.attend import TilesRead, attend_kernel, combine_kernel
 from native_sparse_attention.ops.decoding.triton.choose import Selection, choose_kernel
@@ -51,7 +51,7 @@ def append(
     positions: tuple[Tensor | None, Tensor | None],
     freqs: Tensor | None,
     factor: float,
-    settings: Settings,
+    settings: LayerSettings,
     is_mean: bool,
     fills_blocks: bool,
     workspace: Workspace,
@@ -112,7 +112,7 @@ def compress(
     mlps: Mlps,
     storage: Storage,
     num_tokens: int,
-    settings: Settings,
+    settings: LayerSettings,
     workspace: Workspace,
     launches: LaunchCache,
 ) -> tuple[Tensor, Tensor | None]:
@@ -187,7 +187,7 @@ def attend(
     gates: Tensor | None,
     mem_kv: tuple[Tensor, Tensor | None] | None,
     storage: Storage,
-    settings: Settings,
+    settings: LayerSettings,
     workspace: Workspace,
     dtype: torch.dtype,
     launches: LaunchCache,

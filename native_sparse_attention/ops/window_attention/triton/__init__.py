@@ -13,7 +13,7 @@ from native_sparse_attention.ops._triton.support import MAX_TOKENS
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], call: Call, modifiers: Modifiers, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    # What reaches beyond any token is unbounded, and sums of positions fit into int32.
+    # Windows beyond any token are unbounded, and sums of positions fit into int32.
     bounds = [None if side < 0 or side >= MAX_TOKENS else side for side in window]
     reach = None if bounds[1] is None else -bounds[1]
     settings = (call.sequences, bounds[0], reach, call.scale)

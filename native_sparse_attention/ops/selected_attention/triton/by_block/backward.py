@@ -194,7 +194,7 @@ def differentiate_factors(arguments: Arguments, lse: Tensor, delta: Tensor, dout
     sizes = sizes_of(arguments)
     group, repeats, num_selected, block_size, causal = sizes[:5]
     dfactors = q.new_empty(batch * kv_heads, seqlen, repeats, num_selected, dtype=torch.float32)
-    # Of each index, its entry in the CSR index and a number per head.
+    # Each index has an entry in the CSR index, and a number per head.
     most = max(1, WORKSPACE // (4 * repeats * num_selected * (group + 1)))
     groups = group_pairs(block_indices, kv_heads, num_block_slots(layout, block_size), max(1, most // max(seqlen, 1)))
     shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': 1}
