@@ -1,4 +1,4 @@
-"""The ops of Native Sparse Attention, for people who own their projections."""
+"""The ops of Native Sparse Attention, for code with projections of its own."""
 
 from native_sparse_attention.core.backend import BackendChoice
 from native_sparse_attention.core.checks import validate_packing

@@ -398,7 +398,7 @@ def raise_on_all_ranks() -> None:
         ('q is .* on rank 0', lambda odd: call(q=tokens['q'].detach() if odd else tokens['q'])),
         ('q_offset is given, but must be None', lambda odd: call(q_offset=3 if odd else None)),
         ('compress_k is a int', lambda odd: call(compress_k=3 if odd else mean_of_block)),
-        # Of six tokens, the last rank has no block.
+        # With six tokens, the last rank has no block.
         (r'compress_mlp \(keys\) must map', lambda odd: call_short(compress_k=lambda blocks: blocks.mean(-1))),
         ('unexpected keyword', lambda odd: call(**{'windows': 3} if odd else {})),
     ]

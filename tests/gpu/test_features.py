@@ -151,8 +151,10 @@ def test_dropout_is_that_of_philox(head_dim: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize('dtype', HALVES)
 def test_masked_keys_may_hold_anything(dtype: torch.dtype, device: torch.device) -> None:
-    """By the rules; where there is no table of all pairs, which the compiler lays out in another way for the loop that
-    looks at what is not finite, to the bit.
+    """Masked keys pass the error rules whatever they hold.
+
+    Bits are equal without a table of all pairs, for which the compiler lays out the loop over non-finite tiles in
+    another way.
     """
     for names in (('segments', 'mask'), ('attn_mask',), ('bias', 'softcap')):
         problem = make_problem(names, 0, dtype, device, window_size=(-1, -1), causal=False)

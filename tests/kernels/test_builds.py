@@ -88,7 +88,7 @@ def assert_no_scattered_reduction(reports: list[dict[str, Any]]) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize('kernels', KERNELS)
 def test_every_kernel_builds(kernels: str, tmp_path: Path) -> None:
-    """For one architecture, in parts that processes share."""
+    """All kernels build for one architecture, in parts that processes share."""
     assert_builds('sm80', 'one', kernels, tmp_path)
 
 

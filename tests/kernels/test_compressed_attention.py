@@ -415,7 +415,7 @@ def test_the_same_bits_twice(device: torch.device) -> None:
     assert_same_bits(*(run_triton(attend, tensors, grads, **settings) for _ in range(2)))
 
 
-@pytest.mark.skipif(not is_interpreted(), reason='memory of gigabytes that nobody touches')
+@pytest.mark.skipif(not is_interpreted(), reason='gigabytes of memory that nothing touches')
 @pytest.mark.parametrize('name', ['q', 'k', 'v'])
 def test_offsets_beyond_int32(name: str) -> None:
     device = torch.device('cpu')

@@ -1,4 +1,4 @@
-"""Scattered reductions are found in Triton's printed layouts, and unknown layouts raise an error."""
+"""Scattered reductions are found in the layouts that Triton prints, and unknown layouts raise an error."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def strided(tensors: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize('kind', ['transposed', 'misaligned', 'expanded'])
 def test_layouts(kind: str, runs: list[str]) -> None:
-    """Each layout has a program of its own."""
+    """Each layout of the inputs has a program."""
     for change in (True, False, True):
         tensors = SMALL.make(CPU)
         tensors = strided(tensors, kind) if change else tensors

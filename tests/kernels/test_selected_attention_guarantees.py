@@ -360,7 +360,7 @@ def test_opcheck(device: torch.device) -> None:
         torch.library.opcheck(op._backward, arguments, test_utils=('test_schema', 'test_faketensor'))
 
 
-@pytest.mark.skipif(not is_interpreted(), reason='memory of gigabytes that nobody touches')
+@pytest.mark.skipif(not is_interpreted(), reason='gigabytes of memory that nothing touches')
 @pytest.mark.parametrize('name', ['q', 'k', 'v', 'dout', 'block_indices', 'block_scale'])
 @pytest.mark.parametrize('dim', [1, 2])
 def test_offsets_beyond_int32(name: str, dim: int) -> None:

@@ -203,7 +203,7 @@ def test_random_flags(
     assert_flags(extents, device, **sizes, causal=causal, percent=percent)
 
 
-@pytest.mark.skipif(not is_interpreted(), reason='memory of gigabytes that nobody touches')
+@pytest.mark.skipif(not is_interpreted(), reason='gigabytes of memory that nothing touches')
 def test_indices_far_apart() -> None:
     """The indices of one tile's queries are 2 ** 31 elements apart."""
     extents, stride = Extents(1, 5, 60, {'q_offset': 55}, [60]), 2**31 // 3 + 16

@@ -217,7 +217,7 @@ def test_the_same_bits_twice(device: torch.device) -> None:
     assert_same_bits(*results)
 
 
-@pytest.mark.skipif(not is_interpreted(), reason='memory of gigabytes that nobody touches')
+@pytest.mark.skipif(not is_interpreted(), reason='gigabytes of memory that nothing touches')
 @pytest.mark.parametrize('name', ['q', 'k', 'v', 'dout'])
 @pytest.mark.parametrize('dim', [1, 2])
 def test_offsets_beyond_int32(name: str, dim: int) -> None:

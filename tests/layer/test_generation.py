@@ -95,7 +95,7 @@ def test_a_row_with_its_seed_is_the_same_alone_and_in_a_batch(sparse, filters):
     together = model.generate(ids, 20, 2.0, mask=mask, seed=seeds, **filters)
     assert torch.equal(together, model.generate(ids, 20, 2.0, mask=mask, seed=torch.tensor(seeds), **filters))
     for row, prompt in enumerate(prompts):
-        # Fewer tokens asked for are the first of more.
+        # Fewer requested tokens are the first ones of more.
         alone = model.generate(prompt[None], 11, 2.0, seed=seeds[row], **filters)
         assert torch.equal(alone[0], together[row, :11])
 

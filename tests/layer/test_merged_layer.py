@@ -126,7 +126,7 @@ def test_equals_dense_where_every_block_is_selected(diff: bool, before: bool) ->
 
 
 def test_equals_gated_dense_where_every_block_is_selected() -> None:
-    """With the compressed output shut, at any weights of the output gate."""
+    """The compressed output is shut; outputs are equal at any weights of the output gate."""
     layer = make_layer(output_gate=True, num_selected_blocks=20)
     shape = {name: SIZES[name] for name in ('dim', 'dim_head', 'heads', 'kv_heads', 'causal')}
     dense = DenseAttention(**shape, output_gate=True).double()

@@ -104,7 +104,7 @@ class Case:
 
     @property
     def compresses(self) -> tuple[bool, bool]:
-        """Whether keys and values are compressed."""
+        """Return whether keys and values are compressed."""
         return self.merged != 'window', self.merged in NUM_GATES
 
     @property

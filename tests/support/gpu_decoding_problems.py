@@ -41,7 +41,7 @@ SPARE_PAGES = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a cache, whose rows have `lengths` tokens, and of the steps on it. sizes: l, d, l', n, W. learned: φ is a
+    """Shape of a cache, whose rows have `lengths` tokens, and of its steps. sizes: l, d, l', n, W. learned: φ is a
     network that is called. mlp: class of φ whose layers the kernels compute. has_window: branches have keys and values
     of their own. merged: one softmax for selected blocks and window, 'gate' beside a compressed output, 'output
     gate' with a gate of the sum too, 'scores' without a compressed output.

@@ -16,7 +16,7 @@ from native_sparse_attention.ops.decoding.triton import LaunchCache, compress
 from native_sparse_attention.testing import assert_matches
 from tests.support.harness import fence
 
-# Of keys and of values.
+# Names for keys and for values.
 Pair = Sequence[Any]
 
 

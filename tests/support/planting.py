@@ -15,9 +15,9 @@ COPIED = ('native_sparse_attention', 'tests', 'pyproject.toml')
 
 
 class Fault(NamedTuple):
-    """In `function` of `file` of the ops ('': anywhere), `old` becomes `new`. tests: files of tests/kernels.
+    """Replacement of `old` by `new` in `function` of `file` of the ops ('': anywhere). tests: files of tests/kernels.
 
-    `old` is found by its tokens, which stand once in the function: line breaks, indentation and comments do not matter.
+    `old` is found by its tokens, which occur once in the function: line breaks, indentation and comments do not matter.
     """
 
     name: str

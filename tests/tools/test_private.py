@@ -31,9 +31,9 @@ from tests.tools.test_import import FILES, PACKAGE
 PRIVATE = PACKAGE / 'core' / 'private.py'
 # Recording calls needs interfaces of its own, and nothing is recorded without them.
 RECORDING = PACKAGE / 'core' / 'private_recording.py'
-# Of a namedtuple, where they are public.
+# Methods of a namedtuple, which are public.
 OF_TUPLES = {'_asdict', '_replace', '_fields', '_make'}
-# Of Triton's kernels, compiled ones and descriptors, undocumented.
+# Undocumented attributes of Triton's kernels, compiled kernels and descriptors.
 OF_TRITON = {'fn', 'arg_names', 'packed_metadata', 'launch_enter_hook', 'launch_exit_hook'}
 TRITON_MODULES = ('triton.language', 'triton.tools.tensor_descriptor')
 # PyTorch calls these methods of a module. Rotary keeps frequencies in float32 by them, and checks that in forward; a

@@ -198,7 +198,7 @@ def test_block_losses_train_the_scores(config: str):
 
 @pytest.mark.parametrize('dense_below', [0, 40])
 def test_block_losses_of_packed_sequences(dense_below: int):
-    """Those of the sequences alone: dense queries do not count, in packed sequences either."""
+    """The losses equal those of the sequences alone; dense queries do not count, in packed sequences either."""
     model = nsa_model(config=SPARSE.replace(dense_below=dense_below)).train()
     sequences = [random_ids(1, 70), random_ids(1, 70)]
     positions = torch.arange(70)[None]
