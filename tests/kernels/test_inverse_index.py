@@ -45,7 +45,7 @@ def make_indices(extents: Extents, index_heads: int, num_selected: int, block_si
     return torch.where(torch.rand(shape) < 0.2, junk, indices).to(dtype)
 
 
-def lists_of_pair(
+def entries_of_pair(
     rows: Tensor, row: int, sequences: Sequences, block_size: int, causal: bool, unique: bool, tokens: range
 ) -> CsrRows:
     """Return the CSR rows of one pair from indices `[T, R, n]`, by definition."""
@@ -117,7 +117,7 @@ def check(
             own = indices[row, :, head * repeats : (head + 1) * repeats]
             found = {s: entries[starts[s] : starts[s + 1]].tolist() for s in range(num_slots)}
             found = {slot: entries for slot, entries in found.items() if entries}
-            assert found == lists_of_pair(own, row, sequences, block_size, causal, unique, asked)
+            assert found == entries_of_pair(own, row, sequences, block_size, causal, unique, asked)
             # Every entry occurs once, so none of them points outside the tensors.
             assert entries.sort().values.tolist() == list(range(len(entries)))
 
@@ -202,7 +202,7 @@ def test_pairs_in_groups(most: int, tile: Tile | None, device: torch.device, mon
 @pytest.mark.parametrize(
     'extents', [Extents(3, 12, 12, {}, [12] * 3), packed([0, 41, 0, 31, 12], uncovered=9)], ids=['whole', 'packed']
 )
-def test_long_lists_of_pairs(extents: Extents, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_entries_of_pairs(extents: Extents, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs with many entries, which are sorted together with those of other pairs."""
     monkeypatch.setattr(inverse_index, 'MAX_ROW', 0)
     check(extents, device, tile=None)
