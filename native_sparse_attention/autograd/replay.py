@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -34,11 +35,11 @@ DEVICE_TYPES = ('cuda',)
 MIN_CALLS = 32
 # Largest size of q: the kernels of larger calls take longer than the host.
 MAX_ELEMENTS = 2**27
-# Entries of `_calls`, which is cleared when it is full.
+# Entries of `_calls`; from then on, a new one replaces the oldest.
 MAX_CALLS = 1024
 
 # The program of a call by its properties, the number of such calls so far, or None for calls that cannot be recorded.
-_calls: dict[tuple[Any, ...], Any] = {}
+_calls: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 _recording: Any = find_recording()
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 
@@ -155,7 +156,7 @@ def _record_or_count(
 ) -> Any:
     """Count a call. Return its program if it has been made often enough, else None."""
     if len(_calls) >= MAX_CALLS and not count:
-        _calls.clear()
+        _calls.popitem(last=False)
     _calls[key] = count + 1
     if count + 1 < MIN_CALLS:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class Pair(NamedTuple):
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     active = SimpleNamespace(get_current_stream=lambda index: STREAM)
     monkeypatch.setattr(module.launcher, 'driver', SimpleNamespace(active=active))
-    monkeypatch.setattr(module, '_COMPILED', {})
+    monkeypatch.setattr(module, '_COMPILED', OrderedDict())
     return Kernel()
 
 
@@ -145,5 +146,7 @@ def test_compiled_kernels_are_kept_alive(kernel: Kernel) -> None:
 def test_few_are_kept(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, 'MAX_COMPILED', 4)
     for count in range(2, 20):
+        older = [*module._COMPILED]
         kernel(torch.zeros(8), count=count)
         assert len(module._COMPILED) <= 4
+        assert [*module._COMPILED][:-1] == older[-3:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -170,8 +171,8 @@ class CompiledKernel(NamedTuple):
     launch: private.CompiledLaunch
 
 
-# Compiled kernels by the properties of their arguments; cleared at MAX_COMPILED entries.
-_COMPILED: dict[tuple[Any, ...], CompiledKernel] = {}
+# Compiled kernels by the properties of their arguments. From MAX_COMPILED entries on, a new one replaces the oldest.
+_COMPILED: OrderedDict[tuple[Any, ...], CompiledKernel] = OrderedDict()
 MAX_COMPILED = 4096
 _NUMBERS = frozenset((int, type(None), float, bool))
 # Functions that record the launches of a call (`recorder`): (compiled kernel or None, grid, args).
@@ -209,8 +210,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     if known is None:
         compiled = kernel[grid](*args, enable_fp_fusion=False, **meta)
         if launcher.is_compiled(compiled):
-            if len(_COMPILED) == MAX_COMPILED:
-                _COMPILED.clear()
+            if len(_COMPILED) >= MAX_COMPILED:
+                _COMPILED.popitem(last=False)
             known = _COMPILED[key] = CompiledKernel(kernel, compiled, launcher.keep(kernel, compiled, len(args), meta))
     else:
         launcher.start(known.launch, grid, device, values)
