@@ -1,13 +1,15 @@
 """How far do context, tensor and data parallelism scale? A model of time and memory, fitted on a measurement.
 
-    python -m benchmarks.scaling_model benchmarks/results/h100/parallel-4.json     a result of benchmarks.parallel
+    python -m benchmarks.scaling_model benchmarks/results/h200/parallel-*.json    results of benchmarks.distributed
     python -m benchmarks.scaling_model benchmarks/results/h200/parts-long.json --bandwidth 300
-                                                                 of benchmarks.attention, which has one GPU alone
+                                                                of benchmarks.attention, which has one GPU alone
 
 Attention of one GPU takes a S² + b S for S tokens, forward and backward. Each of N ranks computes 1 / N of it and
 receives bytes that follow from the shapes, at one bandwidth: the effective one, with copies and waiting. Coefficients
-are fitted on the rows of one and of two GPUs, and compared with those of four. Beyond --node GPUs the bandwidth is at
-most --network. Left out: latencies, stragglers, overlap. Writes <gpu>/scaling.md, .json and .png to --out.
+are fitted on the rows of one and of two GPUs, and compared with those of four and eight; benchmarks/scaling_steps.py
+does the same for training steps of a whole model. Of a case that several results have, the first one counts. Beyond
+--node GPUs the bandwidth is at most --network. Left out: latencies, stragglers, overlap. Writes <gpu>/scaling.md, .json
+and .png to --out.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.parallel import name_of
+from benchmarks.distributed_cases import name_of
+from benchmarks.scaling_steps import Steps, exchanged, fit_steps, gathered_memory
 from benchmarks.shapes import SHAPES, Shape
 
 TITLE = 'Model of time and memory on many GPUs'
 LENGTHS = (2**20, 2**22, 2**24)
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
-LIMIT = 0.15  # difference between the model and four GPUs
+LIMIT = 0.15  # difference between the model and a measurement
 Rows = Sequence[dict[str, Any]]
 
 
@@ -65,16 +68,8 @@ def received(shape: Shape, tokens: int, ranks: int, in_model: bool) -> float:
     in_model: tokens are moved before the first and after the last layer, which is left out, not in each call.
     """
     features, size = shape.head_dim + shape.value_dim, shape.dtype.itemsize
-    keys = tokens * (1 + 1 / shape.compress_stride) * shape.kv_heads * features
-    gathered = keys * (size + 4) * (ranks - 1) / ranks  # gradients are summed in float32
     moved = tokens / ranks / 2 * ((shape.heads + shape.kv_heads) * features * size + shape.heads * 3 * 4)
-    return gathered + (0 if in_model else 2 * moved)
-
-
-def gathered_memory(shape: Shape, tokens: int) -> float:
-    """Return bytes of gathered keys and values of all KV heads, and of the gradients of one while they are summed."""
-    features, size = shape.head_dim + shape.value_dim, shape.dtype.itemsize
-    return tokens * features * (shape.kv_heads * size * (1 + 1 / shape.compress_stride) + 2 * size + 4)
+    return exchanged(shape, tokens, ranks) + (0 if in_model else 2 * moved)
 
 
 def slope(x: Sequence[float], y: Sequence[float], scale: Sequence[float]) -> float:
@@ -119,33 +114,53 @@ def predict_layouts(rows: Rows) -> dict[int, float]:
     return {n: work[n] + 2 * (ms[2] - work[2]) * (n - 1) / n for n in ms}
 
 
-def compare(rows: Rows, fit: Attention) -> list[dict[str, Any]]:
-    """Return measured and modelled values of the rows of several GPUs; `is_fitted` where the model was made of them."""
+def compare(rows: Rows, fit: Attention, steps: Steps | None) -> list[dict[str, Any]]:
+    """Return measured and modelled values of the rows of several GPUs; the model is None where it lacks a coefficient.
+
+    is_fitted: coefficients come from the value.
+    """
     found = []
     for row in rows:
+        ms, peak = None, None
         if row['step'] == 'attention':
-            model, peak = fit.ms(row['tokens'], row['gpus']), fit.peak(row['tokens'], row['gpus'])
-        else:
-            model, peak = predict_layouts([r for r in rows if r['op'] == row['op']]).get(row['gpus']), None
-        if row['gpus'] == 1 or model is None:
+            ms, peak = fit.ms(row['tokens'], row['gpus']), fit.peak(row['tokens'], row['gpus'])
+        elif row['step'] != 'model':
+            ms = predict_layouts([r for r in rows if r['op'] == row['op']]).get(row['gpus'])
+        elif steps is not None:
+            ms, peak = steps.ms(row), steps.peak(row)
+        if row['gpus'] == 1:
             continue
-        known = {'op': row['op'], 'layout': row['layout'], 'is_fitted': row['gpus'] == 2}
-        found.append({**known, 'what': 'ms', 'measured': row['ms'], 'model': model})
+        known, is_fitted = {name: row[name] for name in ('op', 'layout', 'gpus')}, row['gpus'] == 2
+        found.append({**known, 'what': 'ms', 'measured': row['ms'], 'model': ms, 'is_fitted': is_fitted})
         if peak is not None and row.get('peak_bytes'):
-            found.append({**known, 'what': 'GiB', 'measured': row['peak_bytes'] / 2**30, 'model': peak / 2**30})
+            is_fitted &= row['step'] == 'attention' or 'fsdp' in row['layout']
+            sizes = {'measured': row['peak_bytes'] / 2**30, 'model': peak / 2**30}
+            found.append({**known, 'what': 'GiB', **sizes, 'is_fitted': is_fitted})
     return found
 
 
-def usable(rows: Rows) -> list[dict[str, Any]]:
-    """Return measured rows of one GPU or one kind of parallelism. Rows of `benchmarks.attention` have one GPU."""
-    found = []
-    for row in rows:
+def usable(results: Sequence[Rows]) -> list[dict[str, Any]]:
+    """Return the measured rows of several results, each case once. Rows of `benchmarks.attention` have one GPU.
+
+    Of two kinds of parallelism together, those of the model alone.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (row for rows in results for row in rows):
         if row['op'] == 'nsa' and row.get('total_ms') and row['shape'].endswith('-h4'):
             named = {'step': 'attention', 'gpus': 1, 'layout': {}, 'tokens': SHAPES[row['shape']].seqlen}
-            found.append({**row, **named, 'ms': row['total_ms']})
-        elif row.get('ms') and not row.get('graph') and len(row['layout']) <= 1:
-            found += [row] if row['step'] != 'layers' or row['model']['depth'] == 1 else []
-    return found
+            found.setdefault((row['shape'], ''), {**row, **named, 'ms': row['total_ms']})
+        elif row.get('ms') and not row.get('graph') and (len(row['layout']) <= 1 or row['step'] == 'model'):
+            found.setdefault((row['op'], name_of(row['layout'])), row)
+    return [*found.values()]
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Return how a value of `compare` differs from its measurement."""
+    if row['model'] is None:
+        return 'not predicted'
+    if row['is_fitted']:
+        return 'fitted'
+    return 'within' if abs(row['model'] / row['measured'] - 1) <= LIMIT else 'outside'
 
 
 def extrapolate(fit: Attention, node: int, network: float) -> list[dict[str, Any]]:
@@ -166,12 +181,17 @@ def extrapolate(fit: Attention, node: int, network: float) -> list[dict[str, Any
 
 
 def make_tables(fit: Attention, compared: Rows, far: Rows, node: int, network: float, source: str) -> list[str]:
-    checked = [row for row in compared if not row['is_fitted']]
-    wrong = [row for row in checked if abs(row['model'] / row['measured'] - 1) > LIMIT]
-    verdict = f'Four GPUs within {LIMIT:.0%}: {len(checked) - len(wrong)} of {len(checked)} values.' if checked else ''
+    checked: dict[int, list[str]] = {}
+    for row in compared:
+        if not row['is_fitted']:
+            checked.setdefault(row['gpus'], []).append(verdict(row))
+    verdicts = [
+        f'{gpus} GPUs within {LIMIT:.0%}: {found.count("within")} of {len(found)} values.'
+        for gpus, found in sorted(checked.items())
+    ]
     body = [
         [row['op'], name_of(row['layout']), row['what'], row['measured'], row['model'],
-         f'{row["model"] / row["measured"] - 1:+.0%}', 'fitted' if row['is_fitted'] else 'checked']
+         None if row['model'] is None else f'{row["model"] / row["measured"] - 1:+.0%}', verdict(row)]
         for row in compared
     ]  # fmt: skip
     table = [
@@ -195,7 +215,7 @@ def make_tables(fit: Attention, compared: Rows, far: Rows, node: int, network: f
     ]
     return [
         about,
-        *([verdict] if verdict else []),
+        *verdicts,
         *([report.table(('', 'layout', '', 'measured', 'model', 'difference', ''), body)] if body else []),
         'One layer of attention under `apply_cp`, forward and backward; a feed-forward network exchanges nothing. '
         'Efficiency: speed over N times that of one GPU.',
@@ -226,22 +246,26 @@ def plot(path: Path, far: Rows, title: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('result', type=Path, help='JSON file of benchmarks.parallel')
+    add('results', type=Path, nargs='+', help='JSON files of benchmarks.distributed')
     add('--node', type=int, default=8, help='GPUs of a node (%(default)s)')
     add('--bandwidth', type=float, help='GB/s between GPUs of a node (fitted on two GPUs)')
     add('--network', type=float, default=50, help='GB/s per GPU between nodes (%(default)s)')
     add('--out', type=Path, default=report.RESULTS, help='folder of the results (%(default)s)')
     options = parser.parse_args()
-    found = json.loads(options.result.read_text(encoding='utf-8'))
-    rows, network = usable(found['rows']), options.network * 1e6
+    found = [json.loads(path.read_text(encoding='utf-8')) for path in options.results]
+    rows, network = usable([result['rows'] for result in found]), options.network * 1e6
     bandwidth = None if options.bandwidth is None else options.bandwidth * 1e6
     fit = fit_attention([row for row in rows if row['step'] == 'attention'], bandwidth)
-    compared, far = compare(rows, fit), extrapolate(fit, options.node, network)
-    where = found['machine'] | {'commands': [' '.join(['python -m', *report.module_command()])]}
+    steps = fit_steps([row for row in rows if row['step'] == 'model'])
+    compared, far = compare(rows, fit, steps), extrapolate(fit, options.node, network)
+    where = found[0]['machine'] | {'commands': [' '.join(['python -m', *report.module_command()])]}
     image = report.path(options.out, where, 'scaling', '.png')
     plot(image, far, f'Context parallelism of attention, a model from {where["gpu"]}')
     source = 'assumed' if bandwidth else 'fitted'
-    tables = [*make_tables(fit, compared, far, options.node, network, source), f'![Efficiency over GPUs]({image.name})']
+    others = [f'{path.name}: commit {result["machine"]["commit"]}, date {result["machine"]["date"]}.'
+              for path, result in zip(options.results[1:], found[1:], strict=True)]  # fmt: skip
+    tables = [*others, *make_tables(fit, compared, far, options.node, network, source)]
+    tables += [f'![Efficiency over GPUs]({image.name})']
     report.write(options.out, where, 'scaling', TITLE, tables, {'compared': compared, 'model': far})
     print('\n\n'.join(tables))
 

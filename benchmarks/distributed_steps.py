@@ -1,4 +1,4 @@
-"""Steps of training that `benchmarks.parallel` measures, in each process of a group."""
+"""Steps of training that `benchmarks.distributed` measures, in each process of a group."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import timing, training_speed
+from benchmarks.distributed_cases import REFERENCE, num_rows
 from benchmarks.runner import Call, Case, Method
 from benchmarks.shapes import RHO, SHAPES, TENSORS, make_settings, make_tensors
 from native_sparse_attention import nsa
@@ -24,7 +27,14 @@ from native_sparse_attention.nn.compress.apply import compress_tokens
 from native_sparse_attention.transformer import Transformer
 from trainer.ranks import ONE_PROCESS, Ranks
 
-REPEATS = 5
+# Measured steps, fewer if they take longer than SECONDS together.
+REPEATS, FEWEST_REPEATS, SECONDS = 5, 2, 4.0
+LEARNING_RATE = 3e-5
+COMPARED_TOKENS = 64  # of a row, whose losses are compared
+# Factor of the output projection of attention at the start. At 1 attention adds so little that shards which see only
+# themselves change losses of tokens by 1e-3, not much more than bfloat16 does; at 4 by 3e-2 (float32, six layers,
+# 4,096 tokens), and bfloat16 by 7e-4.
+ATTENTION_SCALE = 4.0
 TOP_KERNELS = 12  # beside those of NCCL
 
 
@@ -42,7 +52,7 @@ class Process:
         """Return one step of the case. Processes that the case does not need only leave their group."""
         if case['device'] == 'cuda':
             torch.cuda.set_device(case['gpu'])
-        if case['gpus'] > 1 and case['group'] != self.joined:
+        if case['group'] != self.joined:
             self.leave()
             if case['rank'] < case['gpus']:
                 backend = 'gloo' if case['device'] == 'cpu' else 'cpu:gloo,cuda:nccl'
@@ -51,7 +61,7 @@ class Process:
             self.joined = case['group']
         if case['rank'] >= case['gpus']:
             return Call(lambda: torch.empty(0)), []
-        step, facts = {'attention': attention, 'trainer': trainer, 'layers': layers}[case['step']](case)
+        step, facts = STEPS[case['step']](case)
         return Call(step, facts), []
 
     def leave(self) -> None:
@@ -86,13 +96,16 @@ def attention(case: Case) -> Step:
         return context_parallel_nsa(**leaves, **networks, **settings)  # type: ignore[arg-type]
 
     dout = torch.randn_like(leaves['q'][..., : shape.value_dim])
+    losses: list[float] = []
 
     def step() -> Tensor:
         out = forward()
         torch.autograd.grad(out, list(leaves.values()), dout)
+        if not losses:
+            losses.append(float(torch.linalg.vector_norm(out.detach(), dtype=torch.float32).square() / out.numel()))
         return out.detach()
 
-    return step, lambda: {'loss': float(step().float().square().mean())}
+    return step, lambda: {'losses': losses}
 
 
 def trainer(case: Case) -> Step:
@@ -103,47 +116,110 @@ def trainer(case: Case) -> Step:
         mesh = init_device_mesh(case['device'], (gpus, 1, 1), mesh_dim_names=('data', 'context', 'tensor'))
         ranks = Ranks(gpus, mesh=mesh)
     call, _ = training_speed.make_call({**case, 'backend': 'sparse'}, ranks)
-    return call.forward, call.facts
+    return call.forward, lambda: {'losses': [call.facts()['loss']]}
 
 
-def layers(case: Case) -> Step:
-    """Return forward and backward of a `Transformer` that is divided over data, context and tensor ranks."""
-    dp, cp, tp = (case['layout'].get(name, 1) for name in ('dp', 'cp', 'tp'))
+def layer(case: Case) -> Step:
+    """Return forward and backward of a `Transformer` of one layer, divided over tensor ranks."""
     with torch.device(case['device']):
-        model = Transformer(256, use_sparse_attn=True, **case['model']).to(getattr(torch, case['dtype']))
-    ids = torch.randint(256, (dp, case['tokens'] // dp), generator=torch.Generator().manual_seed(1))
+        one = Transformer(256, use_sparse_attn=True, **case['model']).to(getattr(torch, case['dtype']))
     if case['gpus'] > 1:
-        mesh = init_device_mesh(case['device'], (dp, cp, tp), mesh_dim_names=('data', 'context', 'tensor'))
-        ids = ids[mesh.get_local_rank('data')][None].tensor_split(cp, 1)[mesh.get_local_rank('context')]
-        if tp > 1:
-            apply_tp(model, mesh['tensor'])
-        if cp > 1:
-            apply_cp(model, mesh['context'])
-        if dims := tuple(name for name, size in (('data', dp), ('context', cp)) if size > 1):
-            apply_fsdp(model, mesh[dims])
-    ids = ids.to(case['device'])
+        apply_tp(one, init_device_mesh(case['device'], (case['gpus'],)))
+    ids = make_ids(1, case['tokens']).to(case['device'])
 
     def step() -> Tensor:
-        loss = model(ids, return_loss=True)
+        loss = one(ids, return_loss=True)
         loss.backward()
-        model.zero_grad()
+        one.zero_grad()
         return loss.detach()
 
-    return step, lambda: {'loss': float(step())}
+    return step, lambda: {'losses': [float(step())]}
+
+
+def make_ids(rows: int, length: int) -> Tensor:
+    return torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def model(case: Case) -> Step:
+    """Return a training step of a `Transformer` that is divided over data, context and tensor ranks.
+
+    Weights are sharded over data x context ranks. With more data ranks than rows of REFERENCE, these repeat.
+    """
+    device, length = case['device'], case['length']
+    fsdp, cp, tp = (case['layout'].get(name, 1) for name in ('fsdp', 'cp', 'tp'))
+    with torch.device(device):
+        whole = Transformer(256, use_sparse_attn=True, **case['model'])
+    with torch.no_grad():
+        for block in whole.blocks:
+            block.attention.combine_heads.weight.mul_(ATTENTION_SCALE)
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    mesh = init_device_mesh(device, (fsdp, cp, tp), mesh_dim_names=('data', 'context', 'tensor'))
+    optimizer = divide(whole, mesh, getattr(torch, case['dtype']))
+    every = make_ids(REFERENCE['fsdp'], length)[torch.arange(num_rows(case['layout'])) % REFERENCE['fsdp']]
+    rows = torch.arange(len(every)).tensor_split(fsdp)[mesh.get_local_rank('data')]
+    shard = torch.arange(length).tensor_split(cp)[mesh.get_local_rank('context')]
+    ids = every[rows][:, shard].to(device)
+    losses, token_losses = list[Tensor](), dict[str, float]()
+
+    def step() -> Tensor:
+        loss = whole(ids, return_loss=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if len(losses) == 1:
+            token_losses.update(find_token_losses())
+        return losses[-1]
+
+    @torch.no_grad()
+    def find_token_losses() -> dict[str, float]:
+        """Return the losses of evenly spaced tokens of this rank, by row and position."""
+        stride = max(1, length // COMPARED_TOKENS)
+        taken = ((shard + 1) % stride == 0) & (shard < length - 1)
+        targets = every[rows][:, shard[taken] + 1]
+        logits = whole(ids)[:, taken.to(device)].float()
+        found = F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(device), reduction='none').tolist()
+        names = [f'{row % REFERENCE["fsdp"]}:{i}' for row in rows.tolist() for i in shard[taken].tolist()]
+        return dict(zip(names, (round(value, 6) for value in found), strict=True))
+
+    def facts() -> Case:
+        return {'losses': [float(x) for x in losses[:2]], 'token_losses': token_losses, 'parameters': parameters}
+
+    return step, facts
+
+
+def divide(whole: Transformer, mesh: DeviceMesh, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """Divide a model over the dimensions data, context and tensor of a mesh, and return its optimizer."""
+    if mesh['tensor'].size() > 1:
+        apply_tp(whole, mesh['tensor'])
+    if mesh['context'].size() > 1:
+        apply_cp(whole, mesh['context'])
+    whole.gradient_checkpointing_enable()
+    dims = [name for name in ('data', 'context') if mesh[name].size() > 1] or ['data']
+    assert len(dims) == 1 or mesh['tensor'].size() == 1
+    # On the mesh of both, each data rank would have copies of the shards.
+    shards = mesh[dims[0]] if len(dims) == 1 else init_device_mesh(mesh.device_type, (mesh.size(),))
+    apply_fsdp(whole, shards, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    return torch.optim.AdamW(whole.parameters(), LEARNING_RATE, fused=True)
+
+
+STEPS: dict[str, Callable[[Case], Step]] = {'attention': attention, 'trainer': trainer, 'layer': layer, 'model': model}
 
 
 def measure_step(step: Callable[[], Tensor], leaves: Any, device: str, *_: Any) -> Case:
-    """Return ms of REPEATS steps that are queued, and the peak of all tensors in bytes."""
+    """Return ms of steps that are queued, as many on every rank, and the peak of all tensors in bytes."""
     step()
     timing.reset_peak(device)
-    step()
-    times = timing.run_times(step, device, None, REPEATS)
+    seconds = torch.tensor(timing.seconds_of(step, device))
+    if dist.is_initialized():
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    repeats = max(FEWEST_REPEATS, min(REPEATS, int(SECONDS / float(seconds))))
+    times = timing.run_times(step, device, None, repeats)
     return {'times': [round(ms, 3) for ms in times], 'peak_bytes': timing.peak(device) or None}
 
 
 def measure_profile(step: Callable[[], Tensor], leaves: Any, device: str, *_: Any) -> Case:
     """Return ms of a step in which kernels of NCCL run, other kernels and copies, both, NCCL alone, and neither."""
-    step()
     step()
     if device == 'cpu':
         return {}
