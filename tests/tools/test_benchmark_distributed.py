@@ -191,7 +191,7 @@ TRUE_STEPS = scaling_steps.Steps(0.03, {'fsdp': 1e-8, 'cp': 2e-8, 'tp': 5e-9}, 2
 
 
 def result_of(gpus: int) -> dict[str, Any]:
-    """Return a result of the benchmark, of attention that follows TRUE and models that follow TRUE_STEPS."""
+    """Return a result of the benchmark with attention that follows TRUE and models that follow TRUE_STEPS."""
     rows = full(gpus)
     for case in rows:
         tokens, gpus = case['tokens'], case['gpus']
@@ -225,7 +225,7 @@ def make_model(folder: Path, patch: pytest.MonkeyPatch, *results: dict[str, Any]
 
 
 def test_scaling_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds the coefficients of times that follow it, and tells of four GPUs that do not."""
+    """The model finds the coefficients of times that follow it, and reports four GPUs that do not."""
     result = result_of(4)
     text = make_model(tmp_path, monkeypatch, result)
     measured = scaling_model.usable([result['rows']])
