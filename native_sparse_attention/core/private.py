@@ -1,21 +1,17 @@
-"""Private interfaces of PyTorch and Triton: the package reaches into them in this file and nowhere else.
+"""Private interfaces of PyTorch: the package reaches into them in this file and in those named like it.
 
 Each use has a feature test, which runs once, and a fallback to public interfaces. The fallback gives the same results
-and costs host time or memory. So a new release of PyTorch or Triton that changes a private interface makes the package
-slower and does not break it.
-
-Importing this file does not import triton: `find_launcher` and `find_describer` import it when they are called.
+and costs host time or memory. So a new release of PyTorch that changes a private interface makes the package slower and
+does not break it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain, repeat
 from operator import contains
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +21,13 @@ from torch.library import CustomOpDef, Library
 from torch.nn.modules import module as module_hooks
 
 
-def _require(is_as_known: bool) -> None:
+def require(is_as_known: bool) -> None:
     """An assertion that python -O keeps."""
     if not is_as_known:
         raise AssertionError
 
 
-def _first(*candidates: Callable[[], Any]) -> Any:
+def first(*candidates: Callable[[], Any]) -> Any:
     """The result of the first candidate whose feature test raises nothing; the last candidate is the fallback."""
     for candidate in candidates[:-1]:
         with suppress(Exception):
@@ -70,26 +66,26 @@ def _test_forward_ad() -> bool:
 
 
 def _known_transforms() -> Callable[[], bool]:
-    _require(isinstance(torch._C._are_functorch_transforms_active(), bool))
+    require(isinstance(torch._C._are_functorch_transforms_active(), bool))
     return torch._C._are_functorch_transforms_active
 
 
 def _known_forward_ad() -> Callable[[], bool]:
-    _require(isinstance(forward_ad._current_level, int))
+    require(isinstance(forward_ad._current_level, int))
     return lambda: forward_ad._current_level >= 0
 
 
 def _known_dispatch_modes() -> Callable[[], bool]:
-    _require(isinstance(torch._C._len_torch_dispatch_stack(), int))
+    require(isinstance(torch._C._len_torch_dispatch_stack(), int))
     return lambda: torch._C._len_torch_dispatch_stack() > 0
 
 
 # Whether a transform of torch.func (vmap, grad, jvp, ...) is active.
-is_transformed: Callable[[], bool] = _first(_known_transforms, lambda: _test_transforms)
+is_transformed: Callable[[], bool] = first(_known_transforms, lambda: _test_transforms)
 # Whether forward-mode derivatives are computed.
-is_forward_ad: Callable[[], bool] = _first(_known_forward_ad, lambda: _test_forward_ad)
+is_forward_ad: Callable[[], bool] = first(_known_forward_ad, lambda: _test_forward_ad)
 # Whether a dispatch mode (selective checkpointing, fake tensors, ...) may be active. The fallback assumes one.
-may_be_dispatched: Callable[[], bool] = _first(_known_dispatch_modes, lambda: lambda: True)
+may_be_dispatched: Callable[[], bool] = first(_known_dispatch_modes, lambda: lambda: True)
 
 
 # --- Modules ---
@@ -141,8 +137,8 @@ def _runs_hooks(module: nn.Module) -> bool:
 def _known_modules() -> tuple[Callable[[nn.Module, tuple[type[nn.Module], ...]], bool], Callable[[nn.Module], bool]]:
     module = nn.Module()
     for name in _HOOKS:
-        _require(not getattr(module, name))
-        _require(isinstance(getattr(module_hooks, '_global' + name), dict))
+        require(not getattr(module, name))
+        require(isinstance(getattr(module_hooks, '_global' + name), dict))
     module.register_forward_pre_hook(print)
     module.register_forward_hook(print)
     module.register_full_backward_pre_hook(print)
@@ -150,7 +146,7 @@ def _known_modules() -> tuple[Callable[[nn.Module, tuple[type[nn.Module], ...]],
     module.register_parameter('weight', None)
     module.register_module('child', None)
     module.register_buffer('buffer', None)
-    _require(all(len(getattr(module, name)) == 1 for name in (*_HOOKS, '_parameters', '_modules', '_buffers')))
+    require(all(len(getattr(module, name)) == 1 for name in (*_HOOKS, '_parameters', '_modules', '_buffers')))
     return _is_plain, _runs_hooks
 
 
@@ -159,7 +155,7 @@ def _known_modules() -> tuple[Callable[[nn.Module, tuple[type[nn.Module], ...]],
 # hooked: then every module is called, in every decoding step.
 is_plain: Callable[[nn.Module, tuple[type[nn.Module], ...]], bool]
 runs_hooks: Callable[[nn.Module], bool]
-is_plain, runs_hooks = _first(_known_modules, lambda: (lambda module, types: False, lambda module: True))
+is_plain, runs_hooks = first(_known_modules, lambda: (lambda module, types: False, lambda module: True))
 
 
 class ModelState(NamedTuple):
@@ -204,20 +200,20 @@ def _listed_state(model: nn.Module) -> Callable[[], ModelState]:
 def _test_state() -> Callable[[nn.Module], Callable[[], ModelState]]:
     module = nn.Sequential(nn.BatchNorm1d(1))
     read = _known_state(module)
-    _require((len(read().tensors), read().modules, read().is_hooked) == (5, [module[0]], False))
+    require((len(read().tensors), read().modules, read().is_hooked) == (5, [module[0]], False))
     norm: Any = module[0]
     norm.weight, norm.running_mean = nn.Parameter(torch.zeros(1)), torch.zeros(1, device='cpu')
-    _require(read().tensors[0] is norm.weight)
-    _require(any(t is norm.running_mean for t in read().tensors))
+    require(read().tensors[0] is norm.weight)
+    require(any(t is norm.running_mean for t in read().tensors))
     norm.register_forward_hook(print)
-    _require(read().is_hooked)
+    require(read().is_hooked)
     module[0] = nn.Identity()
-    _require(read().modules == [module[0]])
+    require(read().modules == [module[0]])
     return _known_state
 
 
 # A function that reads the state of a model as it is now. The fallback goes through all modules at each call.
-state_of: Callable[[nn.Module], Callable[[], ModelState]] = _first(_test_state, lambda: _listed_state)
+state_of: Callable[[nn.Module], Callable[[], ModelState]] = first(_test_state, lambda: _listed_state)
 
 
 # --- Saved tensors ---
@@ -235,15 +231,15 @@ class SavedTensorHooks(NamedTuple):
 def _known_saved_tensor_hooks() -> SavedTensorHooks:
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     is_enabled, innermost = autograd._saved_tensors_hooks_is_enabled, autograd._top_saved_tensors_default_hooks
-    _require(isinstance(is_enabled(), bool))
-    _require(innermost(True) is None or len(innermost(True)) == 2)
-    _require(isinstance(inspect.getattr_static(Tensor, '_version'), type(inspect.getattr_static(Tensor, 'data'))))
+    require(isinstance(is_enabled(), bool))
+    require(innermost(True) is None or len(innermost(True)) == 2)
+    require(isinstance(inspect.getattr_static(Tensor, '_version'), type(inspect.getattr_static(Tensor, 'data'))))
     return SavedTensorHooks(lambda: is_enabled() and innermost(True) is None, lambda t: t._version)
 
 
 # No public interface says which hooks are active, or the version of a tensor. The fallback takes hooks as never free:
 # then autograd saves every tensor itself.
-saved_tensor_hooks: SavedTensorHooks = _first(
+saved_tensor_hooks: SavedTensorHooks = first(
     _known_saved_tensor_hooks, lambda: SavedTensorHooks(lambda: False, lambda t: 0)
 )
 
@@ -269,11 +265,11 @@ def find_graphs(settings: Iterable[str]) -> Graphs:
 
     def known() -> Graphs:
         config: Any = torch._dynamo.config
-        _require(all(hasattr(config, name) for name in settings))
+        require(all(hasattr(config, name) for name in settings))
         with config.patch({}):
             return Graphs(config.patch, are_unlimited=True)
 
-    return _first(known, lambda: Graphs(lambda _: nullcontext(), are_unlimited=False))
+    return first(known, lambda: Graphs(lambda _: nullcontext(), are_unlimited=False))
 
 
 # --- Registered ops ---
@@ -357,144 +353,3 @@ def _make_differentiable(
         return (apply if needs_graph else below)(*inputs)
 
     return call
-
-
-# --- Triton ---
-
-
-class CompiledLaunch(NamedTuple):
-    """A compiled kernel: its launcher, what that takes before the values, and the constants, its last values."""
-
-    run: Any
-    function: Any
-    metadata: Any
-    constants: tuple[Any, ...]
-
-
-class RecordedLaunch(NamedTuple):
-    """A launch: arguments[FIRST_VALUE:] are the values, in the order of the kernel.
-
-    compiled: kept alive, because Triton 3.8 unloads a kernel when it is collected.
-    """
-
-    run: Any
-    arguments: list[Any]
-    compiled: Any
-
-
-# Positions in the arguments of a launcher: the stream, and the first value.
-_STREAM, FIRST_VALUE = 3, 9
-
-
-class Launcher:
-    """Starts compiled kernels without the work that Triton does per launch: to bind the arguments, to look at each of
-    them, and to find the compiled kernel.
-
-    A launcher of Triton takes (*grid, stream, function, metadata, launch metadata, two hooks, *values), where values
-    has an address (int) for a tensor and includes the constants.
-    """
-
-    def __init__(self) -> None:
-        from triton import knobs
-        from triton.backends.nvidia.compiler import CUDABackend
-        from triton.compiler import CompiledKernel
-        from triton.runtime import JITFunction, driver
-
-        # Triton's own launch, by its source.
-        source = ' '.join(inspect.getsource(JITFunction.run).split())
-        _require(all(statement in source for statement in _LAUNCH))
-        # Kernels are specialised by the address of a tensor, and by nothing else of it but the dtype.
-        for address, expected in ((32, 'D'), (4, '')):
-            tensor: Any = SimpleNamespace(data_ptr=lambda address=address: address)
-            _require(CUDABackend.get_tensor_specialization(tensor, align=True) == expected)
-        self.knobs, self._compiled = knobs.runtime, CompiledKernel
-        self.driver: Any = driver
-        self.is_watched()
-
-    def is_watched(self) -> bool:
-        """Whether a hook, of a profiler say, must be called for every launch."""
-        knobs = self.knobs
-        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
-        return bool(getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave))
-
-    def is_compiled(self, launched: Any) -> bool:
-        """Whether the result of kernel[grid](...) can be launched again: nothing interpreted, and not on AMD GPUs,
-        where kernels depend on the sizes of storages too.
-        """
-        return isinstance(launched, self._compiled) and torch.version.hip is None
-
-    def keep(self, kernel: Any, compiled: Any, count: int, meta: Mapping[str, Any]) -> CompiledLaunch:
-        """The compiled kernel of kernel[grid](*args, **meta) with `count` args."""
-        constants = tuple(meta[name] for name in kernel.arg_names[count:])
-        return CompiledLaunch(compiled.run, compiled.function, compiled.packed_metadata, constants)
-
-    def record(
-        self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Mapping[str, Any]
-    ) -> RecordedLaunch:
-        """The launch of kernel[grid](*args, **meta), with tensors among its values that the caller replaces."""
-        signature = inspect.signature(kernel.fn)
-        bound = signature.bind(*args, **{name: value for name, value in meta.items() if name in signature.parameters})
-        bound.apply_defaults()
-        x, y, z = (*grid, 1, 1)[:3]
-        leading = (x, y, z, None, compiled.function, compiled.packed_metadata, None, None, None)
-        return RecordedLaunch(compiled.run, [*leading, *bound.arguments.values()], compiled)
-
-    def start(self, kept: CompiledLaunch, grid: tuple[int, ...], device: torch.device, values: Iterable[Any]) -> None:
-        """Launch on the current stream of the device, which is the current one."""
-        run, function, metadata, constants = kept
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = self.driver.active.get_current_stream(device.index)
-        run(x, y, z, stream, function, metadata, None, None, None, *values, *constants)
-
-    def replay(self, launches: Iterable[RecordedLaunch], device: torch.device) -> None:
-        """Make the launches again, on the current stream of the device."""
-        active = self.driver.active
-        if device.index != active.get_current_device():
-            with torch.cuda.device(device):
-                return self.replay(launches, device)
-        stream = active.get_current_stream(device.index)
-        for run, arguments, _ in launches:
-            arguments[_STREAM] = stream
-            run(*arguments)
-        return None
-
-
-# In the source of JITFunction.run, with single spaces.
-_LAUNCH = (
-    'device = driver.active.get_current_device()',
-    'stream = driver.active.get_current_stream(device)',
-    'kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, '
-    'knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())',
-)
-
-
-def find_launcher() -> Launcher | None:
-    """None where Triton does not launch in the way that `Launcher` knows: then every launch goes through Triton."""
-    return _first(Launcher, lambda: None)
-
-
-def find_describer() -> Callable[[Tensor, Mapping[str, list[int]]], Any]:
-    """The function that makes a TensorDescriptor of a tensor, given its shape, strides and block_shape.
-
-    They have been checked, so where nothing else happens in its constructor, the constructor is not called.
-    """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    def describe(tensor: Any, layout: Mapping[str, list[int]]) -> TensorDescriptor:
-        return TensorDescriptor(tensor, layout['shape'], layout['strides'], layout['block_shape'])
-
-    def describe_unchecked(tensor: Any, layout: Mapping[str, list[int]]) -> TensorDescriptor:
-        descriptor = object.__new__(TensorDescriptor)
-        descriptor.__dict__.update(layout, base=tensor)
-        return descriptor
-
-    def known() -> Callable[..., TensorDescriptor]:
-        tensor = SimpleNamespace(dtype=torch.float32, data_ptr=lambda: 0)
-        layout = {'shape': [4, 16], 'strides': [16, 1], 'block_shape': [2, 16]}
-        names = [field.name for field in dataclasses.fields(TensorDescriptor)]
-        fast, checked = describe_unchecked(tensor, layout), describe(tensor, layout)
-        _require(vars(checked).keys() == set(names))
-        _require(all(getattr(fast, name) == getattr(checked, name) for name in names))
-        return describe_unchecked
-
-    return _first(known, lambda: describe)

@@ -12,10 +12,11 @@ import pytest
 import torch
 import triton
 from torch.utils.checkpoint import checkpoint
+from triton.runtime import driver
 
 from native_sparse_attention import build, build_kernels
 from native_sparse_attention.core.building import is_building
-from native_sparse_attention.ops._triton import compile_mode, launch
+from native_sparse_attention.ops._triton import launch
 
 CPU = torch.device('cpu')
 
@@ -52,7 +53,7 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """What launchers are built for: kernels and their metadata."""
     built: list[tuple[Any, Any]] = []
     active = SimpleNamespace(launcher_cls=lambda src, metadata: built.append((src, metadata)))
-    monkeypatch.setattr(compile_mode, 'driver', SimpleNamespace(active=active))
+    monkeypatch.setattr(driver, '_active', active)
     return built
 
 

@@ -1,4 +1,4 @@
-"""Private interfaces of PyTorch and Triton: used in one file, each with a feature test and a public fallback."""
+"""Private interfaces of PyTorch and Triton: used in three files, each with a feature test and a public fallback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.nn.modules import module as module_hooks
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.autograd.saved_rotary import recompute_rotated
 from native_sparse_attention.compress import CompressTransformer, ConvLinearCompress, GroupedMLP, MeanPool
-from native_sparse_attention.core import private, private_recording
+from native_sparse_attention.core import private, private_recording, private_triton
 from native_sparse_attention.nn.rotary import angle_tables, rotate
 from native_sparse_attention.ops import _flex
 from tests.tools.test_import import FILES, PACKAGE
@@ -31,6 +31,7 @@ from tests.tools.test_import import FILES, PACKAGE
 PRIVATE = PACKAGE / 'core' / 'private.py'
 # Recording calls needs interfaces of its own, and nothing is recorded without them.
 RECORDING = PACKAGE / 'core' / 'private_recording.py'
+TRITON = PACKAGE / 'core' / 'private_triton.py'
 # Methods of a namedtuple, which are public.
 OF_TUPLES = {'_asdict', '_replace', '_fields', '_make'}
 # Undocumented attributes of Triton's kernels, compiled kernels and descriptors.
@@ -84,9 +85,9 @@ def private_uses(source: str, file: str = '') -> Iterator[str]:
 
 
 @pytest.mark.parametrize('file', FILES, ids=[str(file.relative_to(PACKAGE)) for file in FILES])
-def test_private_interfaces_are_used_in_two_files(file: Path) -> None:
+def test_private_interfaces_are_used_in_three_files(file: Path) -> None:
     uses = list(private_uses(file.read_text(encoding='utf-8'), file.name))
-    assert bool(uses) == (file in (PRIVATE, RECORDING)), f'reaches into {uses}: use core/private.py'
+    assert bool(uses) == (file in (PRIVATE, RECORDING, TRITON)), f'reaches into {uses}: use core/private*.py'
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,7 @@ def test_a_python_without_compile_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 REGISTERED = """
 import sys
 import torch
-from native_sparse_attention.core import private, private_recording
+from native_sparse_attention.core import private, private_recording, private_triton
 if sys.argv[1] == 'fallback':
     private.register_derivative = lambda op, backward, save: False
 from native_sparse_attention.ops import gated_sum, window_attention
@@ -359,8 +360,9 @@ def test_an_op_of_other_makings_is_left_alone() -> None:
 def test_triton_as_it_is_known() -> None:
     """The installed Triton has every interface that the fast path needs."""
     pytest.importorskip('triton')
-    assert private.find_launcher() is not None
-    assert private.find_describer().__name__ == 'describe_unchecked'
+    assert private_triton.find_launcher() is not None
+    assert private_triton.find_describer().__name__ == 'describe_unchecked'
+    assert private_triton.find_launcher_builder().__name__ == 'build'
 
 
 def test_a_triton_that_launches_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,14 +370,21 @@ def test_a_triton_that_launches_in_another_way(monkeypatch: pytest.MonkeyPatch) 
     compiler = pytest.importorskip('triton.backends.nvidia.compiler')
     with monkeypatch.context() as patch:
         patch.setattr(jit.JITFunction, 'run', lambda self, *args: None)
-        assert private.find_launcher() is None
+        assert private_triton.find_launcher() is None
     with monkeypatch.context() as patch:
         patch.setattr(compiler.CUDABackend, 'get_tensor_specialization', lambda arg, align: str(arg.shape))
-        assert private.find_launcher() is None
+        assert private_triton.find_launcher() is None
     with monkeypatch.context() as patch:
         patch.delattr('triton.knobs.runtime')
-        assert private.find_launcher() is None
-    assert private.find_launcher() is not None
+        assert private_triton.find_launcher() is None
+    assert private_triton.find_launcher() is not None
+
+
+def test_a_triton_that_builds_launchers_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first launch builds the launcher then."""
+    compiler = pytest.importorskip('triton.compiler')
+    monkeypatch.setattr(compiler.CompiledKernel, '_init_handles', lambda self: None)
+    assert private_triton.find_launcher_builder()(SimpleNamespace()) is None
 
 
 def test_descriptors_of_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,9 +399,9 @@ def test_descriptors_of_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = torch.zeros(4, 16)
     layout = {'shape': [4, 16], 'strides': [16, 1], 'block_shape': [2, 16]}
-    fast = private.find_describer()(x, layout)
+    fast = private_triton.find_describer()(x, layout)
     assert fast == module.TensorDescriptor(x, **layout)
     monkeypatch.setattr(module, 'TensorDescriptor', Counted)
-    describe = private.find_describer()
+    describe = private_triton.find_describer()
     assert describe.__name__ == 'describe'
     assert describe(x, layout).count == 2

@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import triton
-from triton.runtime import driver
+
+from native_sparse_attention.core.private_triton import find_launcher_builder
+
+build_launcher = find_launcher_builder()
 
 
 def compile_mode(pool: Executor) -> AbstractContextManager[Any] | None:
@@ -15,13 +18,3 @@ def compile_mode(pool: Executor) -> AbstractContextManager[Any] | None:
     interpreter.
     """
     return None if triton.knobs.runtime.interpret else triton.AsyncCompileMode(pool)
-
-
-def build_launcher(kernel: Any) -> None:
-    """Compile the C code that launches a compiled kernel.
-
-    Triton 3.6 does so when a kernel is first launched, in 0.2 to 0.3 s for each signature, and keeps the library in its
-    cache on disk. Newer versions have one launcher for all signatures.
-    """
-    active: Any = driver.active
-    active.launcher_cls(kernel.src, kernel.metadata)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from native_sparse_attention.core import private
+from native_sparse_attention.core import private_triton
 from native_sparse_attention.core.building import is_building
 
-launcher = private.find_launcher()
-make_descriptor = private.find_describer()
+launcher = private_triton.find_launcher()
+make_descriptor = private_triton.find_describer()
 # Whether every launch must go through Triton: it calls a hook (of a profiler, say), or its launch interface is unknown.
 are_watched: Callable[[], bool] = (lambda: True) if launcher is None else launcher.is_watched
 
@@ -168,7 +168,7 @@ class CompiledKernel(NamedTuple):
 
     kernel: Any
     compiled: Any
-    launch: private.CompiledLaunch
+    launch: private_triton.CompiledLaunch
 
 
 # Compiled kernels by the properties of their arguments. From MAX_COMPILED entries on, a new one replaces the oldest.

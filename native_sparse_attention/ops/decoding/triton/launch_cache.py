@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from native_sparse_attention.core.private import FIRST_VALUE, RecordedLaunch
+from native_sparse_attention.core.private_triton import FIRST_VALUE, RecordedLaunch
 from native_sparse_attention.ops._triton.launch import are_watched, launch, launcher
 
 
