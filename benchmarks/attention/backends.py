@@ -54,7 +54,6 @@ def first(function: Any) -> Tensor:
 def make_call(op: str, shape: Shape, backend: str, device: str) -> tuple[Any, list[Tensor]]:
     """Return a forward and the tensors to differentiate. The forward may return several outputs."""
     from native_sparse_attention import nsa, ops
-    from native_sparse_attention.losses import block_score_loss
 
     if op in LAYERS:
         layer = make_layer(op, shape, backend, device)
@@ -85,6 +84,8 @@ def make_call(op: str, shape: Shape, backend: str, device: str) -> tuple[Any, li
         branches = [t.requires_grad_() for t in branches]
         return partial(ops.gated_sum, gates, *branches, backend=backend), [gates, *branches]
     if op == 'loss':
+        from native_sparse_attention.losses import block_score_loss  # an older tree may lack it
+
         settings = {'window_size': shape.window_size, 'share_group': shape.share_group, 'seed': 0, 'backend': backend}
         return partial(block_score_loss, q, k, q, k_cmp, **settings, **sizes, **where), [q, k_cmp]
     blocks = partial(make_blocks, shape, device)
@@ -112,11 +113,12 @@ def make_call(op: str, shape: Shape, backend: str, device: str) -> tuple[Any, li
 
 def make_layer(op: str, shape: Shape, backend: str, device: str) -> Any:
     from native_sparse_attention import SparseAttention
-    from native_sparse_attention.nn.dense import DenseAttention
 
     dim = DIM if device != 'cpu' else 64
     sizes: dict[str, Any] = {'kv_heads': shape.kv_heads, 'dim_value_head': shape.value_dim, 'causal': shape.causal}
     if op == 'dense-layer':
+        from native_sparse_attention.nn.dense import DenseAttention  # an older tree has it elsewhere
+
         return DenseAttention(dim, shape.head_dim, shape.heads, **sizes).to(device, shape.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
