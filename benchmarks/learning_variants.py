@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -44,6 +44,8 @@ SPARSE = {
 # Layers of a model that alternates between them: near keys alone, far keys alone (with the blocks forced to be local).
 LOCAL = {'merge_window': True, 'compressed_output': False, 'num_selected_blocks': 0, 'use_diff_topk': False}
 FAR = {'sliding_window_size': 1}
+# Gate logits of the compressed output, nearly shut, and of the whole output.
+SHUT = (-6.0, 2.0)
 GATES = ('to_strategy_combine', 'output_gate', 'window_gate')  # modules whose sigmoid is a gate
 NETWORKS = ('k_compress', 'v_compress')
 
@@ -215,8 +217,14 @@ def _variants() -> dict[str, Variant]:
             settings=gated,
             block_loss=0.1,
         ),
+        'merged-dense-mass-far-output-gate-shut': Variant(
+            'the same, gates of the compressed output start at -6',
+            settings=gated,
+            gate_start=SHUT,
+            block_loss=0.1,
+        ),
         'merged-dense-mass-far-output-gate-first16': Variant(
-            'the same, 16 queries read the blocks that the first of them selects',
+            'merged-dense-mass-far-output-gate, 16 queries read the blocks that the first of them selects',
             settings=gated,
             layers=FirstChoice,
             block_loss=0.1,
@@ -343,7 +351,11 @@ def build(
     if variant.gate is not None:
         for block in model.blocks:
             block.attention.to_strategy_combine = variant.gate(shape['dim'], shape['heads'])
-    _set_gates(model, variant)
+    if variant.gate_start is not None:
+        set_gate_start(model, variant.gate_start)
+    if variant.freeze_gates:
+        for gate in _gates(model):
+            gate.requires_grad_(False)
     return model
 
 
@@ -356,15 +368,17 @@ def _copy_shared(model: nn.Module, start: nn.Module) -> None:
             parameter.copy_(theirs[name])
 
 
-@torch.no_grad()
-def _set_gates(model: nn.Module, variant: Variant) -> None:
+def _gates(model: nn.Module) -> Iterator[nn.Linear]:
     for name, module in model.named_modules():
         if name.endswith('to_strategy_combine') and isinstance(module, nn.Linear):
-            if variant.gate_start is not None:
-                start = torch.tensor(variant.gate_start)
-                module.bias.copy_(start.repeat(len(module.bias) // len(start)))
-            if variant.freeze_gates:
-                module.requires_grad_(False)
+            yield module
+
+
+@torch.no_grad()
+def set_gate_start(model: nn.Module, start: Sequence[float]) -> None:
+    """Let the gate logits of every head of every layer start with these values."""
+    for gate in _gates(model):
+        gate.bias.copy_(torch.tensor(start).repeat(len(gate.bias) // len(start)))
 
 
 def count(model: nn.Module) -> int:

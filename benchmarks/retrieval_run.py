@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.jobs import StopRequest, say
+from benchmarks.learning_variants import SHUT, set_gate_start
 from benchmarks.retrieval_tasks import IGNORED, Batch, Task, is_right, make_needle, make_recall, seeded
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.nn.transformer import Transformer
@@ -29,27 +30,29 @@ Row = dict[str, Any]
 
 class Variant(NamedTuple):
     """settings: arguments of SparseAttention. twin: the dense variant that it is compared with, itself if it is dense.
-    block_loss: weight of the loss of the block scores.
+    block_loss: weight of the loss of the block scores. gate_start: gate logits of a head at the start.
     """
 
     settings: Mapping[str, Any]
     twin: str = 'dense'
     block_loss: float = 0.0
     is_sparse: bool = True
+    gate_start: tuple[float, ...] | None = None
 
 
-# `long` is the form of the trainer's preset of that name.
+LONG = {'merge_window': True, 'select_before_window': True, 'output_gate': True, 'qk_norm': True}
+SCORES = {'merge_window': True, 'select_before_window': True, 'compressed_output': False, 'qk_norm': True}
+# `long` is the form of the trainer's preset of that name, `long-shut` starts it with its compressed gates at -6, and
+# `long-scores` has neither compressed output nor gates.
 VARIANTS: Mapping[str, Variant] = {
     'dense': Variant({}, is_sparse=False),
     'dense-qk-norm': Variant({'qk_norm': True}, 'dense-qk-norm', is_sparse=False),
     'separate': Variant({}),
     'merged': Variant({'merge_window': True}),
     'merged-scores': Variant({'merge_window': True, 'compressed_output': False}),
-    'long': Variant(
-        {'merge_window': True, 'select_before_window': True, 'output_gate': True, 'qk_norm': True},
-        'dense-qk-norm',
-        block_loss=0.1,
-    ),
+    'long': Variant(LONG, 'dense-qk-norm', block_loss=0.1),
+    'long-shut': Variant(LONG, 'dense-qk-norm', block_loss=0.1, gate_start=SHUT),
+    'long-scores': Variant(SCORES, 'dense-qk-norm', block_loss=0.1),
 }
 
 
@@ -187,13 +190,16 @@ def build_model(config: Config, device: torch.device) -> Transformer:
         'compress_mlp_expand_factor': config.compress_mlp_expand,
     }
     shape = {name: getattr(config, name) for name in ('dim', 'depth', 'heads', 'kv_heads', 'dim_head')}
-    return Transformer(
+    model = Transformer(
         config.num_tokens,
         **shape,
         use_sparse_attn=variant.is_sparse,
         sparse_attn_kwargs={**sparse, **variant.settings} if variant.is_sparse else variant.settings,
         backend=config.backend,
     ).to(device)
+    if variant.gate_start is not None:
+        set_gate_start(model, variant.gate_start)
+    return model
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import retrieval, retrieval_report, retrieval_run
+from benchmarks import learning_variants, retrieval, retrieval_report, retrieval_run
 from benchmarks.jobs import StopRequest
 from benchmarks.retrieval_run import Config, Run
 from benchmarks.retrieval_tasks import IGNORED, QUESTION, Batch, Task, is_right, make_needle, make_recall, seeded
@@ -138,6 +138,18 @@ def test_bad_settings(changes: dict[str, Any], message: str):
     settings = {'variant': 'dense', 'seed': 0, **TINY, 'pairs': 8, **changes}
     with pytest.raises(ValueError, match=message):
         Config(**settings)
+
+
+def test_gates_start_as_the_variant_says():
+    """The learning benchmark starts the form of the same name like this, too."""
+    for variant, start in (('long', -2.0), ('long-shut', -6.0)):
+        model = retrieval_run.build_model(Config(variant, 0, **TINY), CPU)
+        gate = cast(Any, model.blocks[0].attention).to_strategy_combine
+        assert gate.bias.view(2, 2).tolist() == [[start, 2.0]] * 2
+    shape = {'dim': 16, 'depth': 1, 'heads': 2, 'kv_heads': 1, 'dim_head': 8}
+    name = 'merged-dense-mass-far-output-gate-shut'
+    model = learning_variants.build(name, shape, learning_variants.SPARSE, 32, seed=0)
+    assert cast(Any, model.blocks[0].attention).to_strategy_combine.bias.view(2, 2).tolist() == [[-6.0, 2.0]] * 2
 
 
 def test_variant_that_the_layer_does_not_know(monkeypatch: pytest.MonkeyPatch):
