@@ -14,7 +14,6 @@ LARGEST = max(SIZES)
 # Most tokens of attention on one GPU before all others have run: 2^19 need 74 GiB. Tensors of a rank with more than
 # WIDE tokens need int64 offsets, and so other kernels.
 LONGEST_ON_ONE, WIDE = 2**19, 2**18
-WARM_TOKENS = 2**14  # length of the rows with which the kernels of a whole model are compiled
 PAPER = {
     'sliding_window_size': 512,
     'compress_block_size': 32,
@@ -167,8 +166,9 @@ def make_cases(sizes: Sizes, device: str, gpus: int, data: str) -> list[Case]:
 def to_warm(cases: Sequence[Case]) -> list[Case]:
     """Return cases that compile the kernels of all, those of attention first, the longest first.
 
-    Kernels depend on what is divided, on the number of rows, on whether offsets are wide, and on one GPU on the length
-    of attention. Of the cases that need the same kernels, the one on the fewest GPUs compiles them.
+    Kernels depend on what is divided, on the number of rows and their length, and on whether offsets are wide; those of
+    a model are compiled with one layer of it. Of the cases that need the same kernels, the one on the fewest GPUs
+    compiles them.
     """
     found: dict[Any, Case] = {}
     for case in sorted(cases, key=lambda case: case['gpus']):
@@ -180,7 +180,7 @@ def to_warm(cases: Sequence[Case]) -> list[Case]:
             key += (case['tokens'] / case['gpus'] > WIDE if divided else case['tokens'],)
         elif case['step'] == 'model':
             key += (rows_per_rank(case['layout']),)
-            warm['length'] = min(case['length'], WARM_TOKENS)
+            warm['model'] = {**case['model'], 'depth': 1}
         found.setdefault(key, warm)
     return sorted(found.values(), key=lambda case: (case['step'] != 'attention', -case['tokens'] / case['gpus']))
 

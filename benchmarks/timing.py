@@ -23,6 +23,8 @@ FLUSH_BYTES = 256 * 2**20
 MAX_REPEATS = 50
 MIN_REPEATS = 3
 SECONDS = 1.0
+# Runs of short passes before those that count: after 32 calls `nsa` replays its launches (docs/kernels.md, "Host time").
+WARM_RUNS = 40
 PASSES = ('forward', 'backward')
 # Names of kernel times. Passes longer than LONG_MS do not wait for the host.
 KERNELS = ('forward_kernels', 'backward_kernels')
@@ -50,7 +52,7 @@ def measure(function: Callable[[], Any], device: str, seconds: float = SECONDS, 
 
     Runs are queued without waiting for one another, as in triton.testing.do_bench: the host may be ahead of the GPU, as
     in training. A run that takes longer than `seconds` is not repeated. compiles: the first run may compile and never
-    counts.
+    counts. On a GPU the warm-up lasts WARM_RUNS runs, if these take less than `seconds`.
     """
     (first,) = run_times(function, device, None)
     if not compiles and first > 1e3 * seconds:
@@ -59,6 +61,8 @@ def measure(function: Callable[[], Any], device: str, seconds: float = SECONDS, 
     (estimate,) = run_times(function, device, flush)
     if estimate > 1e3 * seconds:
         return Times(estimate, estimate, estimate, 1)
+    if flush is not None and estimate * WARM_RUNS < 1e3 * seconds:
+        run_times(function, device, None, WARM_RUNS)
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(1e3 * seconds / max(estimate, 1e-3))))
     times = run_times(function, device, flush, repeats)
     return Times(median(times), min(times), max(times), repeats)
