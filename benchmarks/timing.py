@@ -23,7 +23,7 @@ FLUSH_BYTES = 256 * 2**20
 MAX_REPEATS = 50
 MIN_REPEATS = 3
 SECONDS = 1.0
-# Runs of short passes before those that count: after 32 calls `nsa` replays its launches (docs/kernels.md, "Host time").
+# Runs of short passes before those that count: `nsa` replays its launches after 32 calls (docs/kernels.md, Host time).
 WARM_RUNS = 40
 PASSES = ('forward', 'backward')
 # Names of kernel times. Passes longer than LONG_MS do not wait for the host.

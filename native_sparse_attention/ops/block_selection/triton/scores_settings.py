@@ -34,9 +34,9 @@ DK: Table = read_table("""
 
 # Groups of at most `settings.SMALL_GROUP` query heads. The tables above are tuned for groups of 16.
 DQ_SMALL: Table = read_table("""
-    sm90 2: 64 32 1 1 | 64 32 1 2 | 32 64 4 1
+    sm90 2: 32 32 1 2 | 64 32 1 2 | 32 64 4 1
 """)
 
 DK_SMALL: Table = read_table("""
-    sm90 2: 128 16 4 2 | 64 16 2 3 | -
+    sm90 2: 128 16 4 3 | 64 16 2 3 | -
 """)

@@ -45,8 +45,6 @@ from native_sparse_attention.ops.block_selection.triton.topk import (
 # Candidates of all queries of a tile, per row and in columns (`topk.py`): more would not stay in registers.
 MAX_CANDIDATES = 1024
 MAX_COLUMNS = 512
-# Smallest group for columns: with smaller ones a tile holds more queries than fit columns.
-MIN_GROUP = 8
 # There are never more forced blocks than these, and their priorities fit between the bits of inf and the largest int32.
 MAX_FORCED = 2**21
 
@@ -110,7 +108,7 @@ def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, *rest: Any) -> Tensor:
     block_m, block_j, num_warps, num_stages = of_group
     block_g = 1 << (group - 1).bit_length()
     block_n = max(block_j, 1 << (num_selected - 1).bit_length())
-    levels = count_levels(num_selected, block_j) if group >= MIN_GROUP else 0
+    levels = count_levels(num_selected, block_j)
     block_t = MAX_COLUMNS // block_j if levels > 0 else MAX_CANDIDATES // block_n
     block_t = max(1, 16 // block_g, min(block_m // block_g, block_t))
     # float32 products take their operands from registers.

@@ -22,7 +22,7 @@ SELECT: Table = read_table("""
 # Groups of at most SMALL_GROUP query heads. The tables above are tuned for groups of 16.
 SMALL_GROUP = 4
 SELECT_SMALL: Table = read_table("""
-    sm90 2: 128 64 4 2 | 128 64 4 2 | -
+    sm90 2: 128 32 2 2 | 128 64 4 2 | -
 """)
 
 
