@@ -159,8 +159,8 @@ is_plain, runs_hooks = first(_known_modules, lambda: (lambda module, types: Fals
 
 
 class ModelState(NamedTuple):
-    """tensors: parameters and buffers, without those of a subclass; None where one is gone. modules: all
-    submodules. is_hooked: as `runs_hooks`.
+    """tensors: parameters and buffers, of a DTensor the part of this rank, without those of other subclasses; None
+    where one is gone. modules: all submodules. is_hooked: as `runs_hooks`.
     """
 
     tensors: list[Tensor | None]
@@ -172,6 +172,9 @@ def _known_state(model: nn.Module) -> Callable[[], ModelState]:
     # Every replayed step reads the state, over hundreds of modules.
     modules = list(model.modules())
     stores = [store for module in modules for store in (module._parameters, module._buffers)]
+    divided = [(store, name) for store in stores for name, t in store.items() if hasattr(t, 'to_local')]
+    if not all(hasattr(store[name], '_local_tensor') for store, name in divided):
+        return _listed_state(model)
     slots = [(store, name) for store in stores for name, t in store.items() if type(t) in (Tensor, nn.Parameter)]
     stores, names = [store for store, _ in slots], [name for _, name in slots]
     children, own = [module._modules for module in modules if module._modules], [vars(module) for module in modules]
@@ -180,8 +183,9 @@ def _known_state(model: nn.Module) -> Callable[[], ModelState]:
 
     def read() -> ModelState:
         is_hooked = any(hooks) or any(map(contains, own, repeat('forward')))
+        parts = [getattr(part := store.get(name), '_local_tensor', part) for store, name in divided]
         return ModelState(
-            list(map(dict.get, stores, names)),  # type: ignore[arg-type]
+            [*map(dict.get, stores, names), *parts],  # type: ignore[arg-type]
             list(chain.from_iterable(map(dict.values, children))),
             is_hooked,
         )
@@ -190,8 +194,11 @@ def _known_state(model: nn.Module) -> Callable[[], ModelState]:
 
 
 def _listed_state(model: nn.Module) -> Callable[[], ModelState]:
+    @torch.no_grad()
     def read() -> ModelState:
-        tensors = [t for t in (*model.parameters(), *model.buffers()) if type(t) in (Tensor, nn.Parameter)]
+        given: Any = (*model.parameters(), *model.buffers())
+        parts = [t.to_local() if hasattr(t, 'to_local') else t for t in given]
+        tensors = [t for t in parts if type(t) in (Tensor, nn.Parameter)]
         return ModelState(tensors, list(model.modules()), runs_hooks(model))
 
     return read

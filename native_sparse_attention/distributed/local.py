@@ -12,9 +12,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import all_reduce, get_backend_config
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from native_sparse_attention.distributed.sequence import all_gather_single
 
 
 def to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -28,8 +32,38 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of x over the ranks.
 
     Computation that reads it must be equal on all ranks, so that the gradient is equal too; each x gets that gradient.
+    x: a tensor that nothing else reads. Without autograd it is overwritten.
     """
+    if is_plain_call():
+        all_reduce(x := x.contiguous(), group=mesh.get_group())
+        return x
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()
+
+
+def gather_last(x: Tensor, size: int, mesh: DeviceMesh) -> Tensor:
+    """Return `[..., size]`, of which x is the part of this rank, divided as `Shard` divides the last dimension."""
+    if not is_plain_call():
+        shape = torch.Size((*x.shape[:-1], size))
+        kind: dict[str, Any] = {'shape': shape, 'stride': torch.empty(shape, device='meta').stride()}
+        return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False, **kind).full_tensor()
+    part = -(-size // mesh.size())
+    x = F.pad(x, (0, part - x.shape[-1])) if x.shape[-1] < part else x.contiguous()
+    parts = x.new_empty(mesh.size() * x.shape[0], *x.shape[1:])
+    all_gather_single(parts, x, group=mesh.get_group())
+    return parts.view(mesh.size(), *x.shape).movedim(0, -2).flatten(-2)[..., :size]
+
+
+def is_plain_call() -> bool:
+    """Return whether collectives are called directly: without autograd and compilation, which DTensors serve.
+
+    They run on the current stream then and take the host less time. A CUDA graph can capture them.
+    """
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def can_be_captured(mesh: DeviceMesh) -> bool:
+    """Return whether a CUDA graph can capture collectives of the mesh, as those of NCCL; gloo runs on the host."""
+    return 'cuda:nccl' in get_backend_config(mesh.get_group()).split(',')
 
 
 def divide(

@@ -29,7 +29,7 @@ Moves = list[tuple[range, range]]
 Places = tuple[tuple[int, range], ...]
 Tensors = list[tuple[int, Tensor]]
 # PyTorch 2.13 has other names.
-_all_gather: Any = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+all_gather_single: Any = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
 run_uncompiled: Any = torch.compiler.disable  # exchanges differ between ranks, and so would graphs
 
@@ -308,7 +308,7 @@ class _Gather(torch.autograd.Function):
         if len(tokens) < longest:
             tokens = concatenate([tokens, tokens.new_empty(longest - len(tokens), *tokens.shape[1:])], 0)
         every = tokens.new_empty(len(held) * longest, *tokens.shape[1:])
-        _all_gather(every, tokens, group=group)
+        all_gather_single(every, tokens, group=group)
         # A view without the padding of shorter shards would keep its memory for the backward pass.
         if len(every) > num_tokens(held) or any(of != to for of, to in places):
             every = concatenate([every[of.start : of.stop] for of, _ in places], 0)

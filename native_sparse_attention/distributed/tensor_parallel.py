@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from native_sparse_attention.core.checks import shown
-from native_sparse_attention.distributed.local import divide, sum_over_ranks, to_ranks
+from native_sparse_attention.distributed.local import can_be_captured, divide, gather_last, sum_over_ranks, to_ranks
 from native_sparse_attention.distributed.mesh import check_mesh, check_not_staged
 from native_sparse_attention.distributed.sequence import exchange_objects
 from native_sparse_attention.nn.attention import SparseAttention
@@ -106,6 +106,9 @@ class _HeadsOfRank:
         out, loss = super().forward(*args, return_block_loss=True, **options)  # type: ignore[misc]
         return out, sum_over_ranks(loss / self.tensor_mesh.size(), self.tensor_mesh)
 
+    def decodes_fixed(self, *args: Any) -> bool:
+        return can_be_captured(self.tensor_mesh) and super().decodes_fixed(*args)  # type: ignore[misc]
+
 
 class SumOverRanks:
     """A linear layer of features that are divided over the ranks."""
@@ -164,12 +167,7 @@ class _Head:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all logits."""
-        mesh, logits = self.tensor_mesh, self._local_logits(x)
-        shape = torch.Size((*x.shape[:-1], self.out_features))
-        stride = torch.empty(shape, device='meta').stride()
-        return DTensor.from_local(
-            logits, mesh, [Shard(logits.ndim - 1)], run_check=False, shape=shape, stride=stride
-        ).full_tensor()
+        return gather_last(self._local_logits(x), self.out_features, self.tensor_mesh)
 
     def summed_cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over targets `[B, T]` of x `[B, T, dim]`, without gathering logits."""

@@ -46,6 +46,9 @@ class DecodeStep:
     and runs without the graph. The next call captures anew, unless the model has hooks. The graph keeps the evaluation
     mode and the autocast state of the capture.
 
+    After `apply_tp` over NCCL the graph has the collectives of the step too: all ranks make the same calls, and change
+    the model together. The graph must be gone before the process leaves the group.
+
     Args:
         model: `Transformer`, or a module with the same calls.
         cache: `ModelCache` of the model, which every step advances.

@@ -285,7 +285,7 @@ class SparseAttention(AttentionLayer):
         sizes = (self.selection_block_size, self.num_selected_blocks)
         features = {'softcap': self.softcap, 'has_sinks': self.num_sinks > 0}
         choice = decoding.backend_of(q, k, v, cache, *sizes, **features, backend=self.backend)
-        return choice.name == 'triton' and self.tensor_mesh is None  # addresses of DTensors are not compared
+        return choice.name == 'triton'
 
     def backend_for(self, x: Tensor) -> BackendChoice:
         """Return the backend that a forward of x `[B, T, dim]` would take, the reason against each faster one, and in

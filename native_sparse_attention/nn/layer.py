@@ -33,7 +33,6 @@ class AttentionLayer(nn.Module):
     kv_heads: int
     head_ranks: int = 1  # over which heads are divided
     head_rank: int = 0  # this one
-    tensor_mesh: Any = None  # of tensor parallelism, also of one rank
     projection_sizes: list[int]  # output features of to_qkv: of queries, then of keys and values of each branch
     dim_value_head: int
     causal: bool

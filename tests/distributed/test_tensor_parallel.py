@@ -36,9 +36,10 @@ from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from native_sparse_attention.distributed import apply_fsdp, apply_tp, tensor_parallel
+from native_sparse_attention.distributed import apply_fsdp, apply_tp, local, tensor_parallel
 from tests.distributed.test_fsdp import decoded, load, save
 from tests.layer.test_compress import NETWORKS
+from tests.layer.test_decode_step import recorded_step
 
 full = pytest.mark.full
 
@@ -91,6 +92,8 @@ def train_and_decode(kind: str, dtype: torch.dtype) -> None:
         cache = model.init_cache(2, 40)
         assert one.decodes_fixed(cache, 1) == (kind != 'dense')
         assert not model.decodes_fixed(cache, 1)
+        patch.setattr(local, 'get_backend_config', lambda group: 'cpu:gloo,cuda:nccl')
+        assert model.decodes_fixed(cache, 1) == (kind != 'dense')
     mask = torch.arange(33) < torch.tensor([[33], [20]])
     assert torch.equal(model.generate(ids, 4, mask=mask, seed=3), one.generate(ids, 4, mask=mask, seed=3))
 
@@ -106,6 +109,31 @@ def train_and_decode(kind: str, dtype: torch.dtype) -> None:
 )
 def test_equals_one_process(kind: str, ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
     run_processes(train_and_decode, ranks, tmp_path, kind, dtype)
+
+
+def replay_steps() -> None:
+    """A replay reads the parts of this rank, and a step with other parts is taken back. Shapes are compared once."""
+    ids, compared = make_ids(2, 12), list[Any]()
+    one, other = make_model('merged').eval(), make_model('merged', seed=3).eval()
+    model, replacement = (apply_tp(copy.deepcopy(each), line()) for each in (one, other))
+    expected = one(ids)
+    with pytest.MonkeyPatch.context() as patch:
+        step, captured = recorded_step(model, model.init_cache(2, 12), patch)
+        exchange = tensor_parallel.exchange_objects
+        patch.setattr(tensor_parallel, 'exchange_objects', lambda *args: compared.append(args) or exchange(*args))
+        for t in range(6):
+            assert_near(step(ids[:, t : t + 1]), expected[:, t : t + 1], 'logits')
+        model.load_state_dict(replacement.state_dict(), assign=True)
+        for t in range(6, 9):
+            twin = copy.deepcopy(step.cache)
+            wanted = model(ids[:, t : t + 1], cache=twin)
+            assert_near(step(ids[:, t : t + 1]), wanted, 'logits of other weights')
+    assert [recorded.replays for recorded in captured] == [6, 2]
+    assert len(compared) == 1
+
+
+def test_replayed_steps(tmp_path: Path) -> None:
+    run_processes(replay_steps, 2, tmp_path)
 
 
 class PerHead(nn.Module):

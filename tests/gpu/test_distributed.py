@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import train_enwik8
+from native_sparse_attention.inference.generation import DecodeStep
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
 from tests.support.sharded_models import gradients, joined, recorded_blocks
@@ -162,6 +163,45 @@ def test_equals_one_gpu(kind: str, tmp_path: Path) -> None:
     # Compilation takes most of the time, so the settings run side by side.
     with ThreadPoolExecutor(len(SETTINGS)) as pool:
         list(pool.map(run, *zip(*SETTINGS, strict=True)))
+
+
+def decode(merged: bool) -> None:
+    """Compare decoding after apply_tp, with and without a CUDA graph, with one GPU."""
+    torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    dist.init_process_group('nccl')
+    compare_decoding(merged)  # the graphs are gone before the process leaves the group
+    dist.destroy_process_group()
+
+
+def compare_decoding(merged: bool) -> None:
+    one = make_model('cuda', merged).eval()
+    model = apply_tp(copy.deepcopy(one), init_device_mesh('cuda', (dist.get_world_size(),)))
+    ids = torch.randint(64, (2, 160), generator=torch.Generator().manual_seed(1)).cuda()
+    expected = one.generate(ids[:, :100], 24, temperature=0)
+    for use_graph in (True, False):
+        assert torch.equal(model.generate(ids[:, :100], 24, temperature=0, use_graph=use_graph), expected), use_graph
+    caches = [each.init_cache(2, 160) for each in (one, model, model)]
+    for each, cache in zip((one, model, model), caches, strict=True):
+        each.prefill(ids[:, :100], cache)
+    steps = [
+        DecodeStep(each, cache, use_graph=use_graph)
+        for each, cache, use_graph in zip((one, model, model), caches, (False, True, False), strict=True)
+    ]
+    for t in range(100, 160):
+        if t == 130:  # the graph is captured anew
+            model.load_state_dict({name: p.detach().clone() for name, p in model.state_dict().items()}, assign=True)
+        wanted, replayed, launched = (step(ids[:, t : t + 1]) for step in steps)
+        assert_near(replayed, wanted, torch.float32, f'merged {merged}: logits of token {t}')
+        assert_near(replayed, launched, torch.float32, f'merged {merged}: logits of token {t} with a graph')
+    assert steps[1]._graph is not None
+
+
+@pytest.mark.parametrize('merged', [False, True])
+def test_decoding_of_a_divided_model(merged: bool, tmp_path: Path) -> None:
+    ranks = min(torch.cuda.device_count(), 4)
+    if ranks < 2:
+        pytest.skip('one GPU')
+    run_processes(decode, ranks - ranks % 2, tmp_path, merged, joins=False, time_limit=240)
 
 
 def call_trainer(flags: list[str]) -> None:

@@ -192,6 +192,29 @@ def test_the_state_of_a_model_is_read_anew() -> None:
     assert private.state_of is private._known_state
 
 
+class Divided(Tensor):
+    """Stand in for a DTensor: it has a part of a rank."""
+
+    _local_tensor: Tensor
+
+    def to_local(self) -> Tensor:
+        return self._local_tensor
+
+
+def test_the_state_of_a_divided_model_has_the_parts_of_the_rank() -> None:
+    for state_of in (private.state_of, private._listed_state):
+        model = nn.Linear(2, 3)
+        parameter: Any = nn.Parameter(torch.zeros(3, 2).as_subclass(Divided))
+        model.weight, parameter._local_tensor = parameter, torch.zeros(1, 2)
+        read = state_of(model)
+        assert {id(t) for t in read().tensors} == {id(model.bias), id(parameter._local_tensor)}
+        parameter._local_tensor = torch.zeros(1, 2)
+        assert {id(t) for t in read().tensors} == {id(model.bias), id(parameter._local_tensor)}
+    del parameter._local_tensor
+    parameter.to_local = lambda: model.bias
+    assert [t is model.bias for t in private.state_of(model)().tensors] == [True, True]
+
+
 def test_transforms_detected_by_refusal() -> None:
     found: list[tuple[bool, bool, bool, bool]] = []
 
