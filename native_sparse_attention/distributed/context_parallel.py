@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from native_sparse_attention.core.checks import check_integers, shown
 from native_sparse_attention.distributed.context_attention import attend_divided, compress_divided
 from native_sparse_attention.distributed.local import with_behaviour
-from native_sparse_attention.distributed.mesh import check_mesh, check_not_staged
+from native_sparse_attention.distributed.mesh import check_mesh, check_not_staged, check_whole_rows
 from native_sparse_attention.distributed.sequence import DividedSequence, exchange_objects, fetch, run_uncompiled
 from native_sparse_attention.nn.attention import SparseAttention
 from native_sparse_attention.nn.transformer import IGNORED_LABEL, Transformer, continues, num_labels
@@ -48,6 +48,7 @@ def apply_cp(model: Transformer, mesh: DeviceMesh) -> Transformer:
     if not isinstance(model, Transformer):
         raise ValueError(f'model is {shown(type(model).__name__)}, but must be a Transformer')
     check_not_staged(model, 'apply_cp')
+    check_whole_rows(model, 'apply_cp')
     if not model.use_sparse_attn:
         raise ValueError('use_sparse_attn of the model is False, but must be True: dense attention is not divided')
     if isinstance(model, _Model):

@@ -37,6 +37,12 @@ def check_not_staged(model: nn.Module, function: str) -> None:
         raise ValueError(f'model is a stage of a pipeline, but must be whole for {function}')
 
 
+def check_whole_rows(model: nn.Module, function: str) -> None:
+    """Raise ValueError for a model whose hidden states `apply_tp` has sharded over the tokens."""
+    if hasattr(model, 'token_mesh'):
+        raise ValueError(f'apply_tp had sequence_parallel=True, but must have False for {function}')
+
+
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return the device of this rank."""
     kind = mesh.device_type

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from native_sparse_attention.core.checks import is_int, shown
 from native_sparse_attention.distributed.local import with_behaviour
-from native_sparse_attention.distributed.mesh import check_mesh, check_not_staged, device_of
+from native_sparse_attention.distributed.mesh import check_mesh, check_not_staged, check_whole_rows, device_of
 from native_sparse_attention.distributed.sequence import exchange_objects
 from native_sparse_attention.nn.checks import check_ids
 from native_sparse_attention.nn.transformer import Transformer, num_labels, summed_cross_entropy
@@ -111,6 +111,7 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, Transformer):
         raise ValueError(f'model is {shown(type(model).__name__)}, but must be a Transformer')
     check_not_staged(model, 'apply_pp')
+    check_whole_rows(model, 'apply_pp')
     if hasattr(model, 'context_mesh'):
         raise ValueError('model is divided by apply_cp, but stages of a pipeline take whole sequences')
     if any(isinstance(module, FSDPModule) for module in model.modules()):

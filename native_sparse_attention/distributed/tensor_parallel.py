@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from native_sparse_attention.core.checks import shown
+from native_sparse_attention.core.checks import check_flags, shown
 from native_sparse_attention.distributed.local import can_be_captured, divide, gather_last, sum_over_ranks, to_ranks
 from native_sparse_attention.distributed.mesh import check_mesh, check_not_staged
 from native_sparse_attention.distributed.sequence import exchange_objects
@@ -39,7 +39,18 @@ _DIVISIBLE = (nn.RMSNorm, nn.Identity, nn.Linear, BranchLinear, nn.Embedding)
 Model = TypeVar('Model', bound=nn.Module)
 
 
-def apply_tp(model: Model, mesh: DeviceMesh) -> Model:
+class Behaviours(NamedTuple):
+    """Mixins of the modules of a `Transformer`; None for the class of one process with divided weights."""
+
+    norm: type | None  # before attention and before the feed-forward network
+    attention: type
+    combine_heads: type | None
+    second: type  # linear layer of the feed-forward network
+    embedding: type
+    head: type
+
+
+def apply_tp(model: Model, mesh: DeviceMesh, sequence_parallel: bool = False) -> Model:
     """Divide the weights of a model over the ranks of a mesh, in place; return the model.
 
     Each rank computes some KV heads with their query heads, and some hidden units; block scores, block selection and
@@ -57,32 +68,47 @@ def apply_tp(model: Model, mesh: DeviceMesh) -> Model:
             weights that all heads share. Networks with weights per head are those of this package.
         mesh: of one dimension, whose size divides the number of KV heads and the hidden size of the feed-forward
             networks. Weights are those of its first rank.
+        sequence_parallel: shard hidden states over the tokens of a row, of any number, between linear layers. Norms and
+            residual sums run on shards `[B, ceil(T / N), dim]`, for N ranks. An all-gather and a reduce-scatter, with
+            the traffic of the sum that they replace, enclose attention and the feed-forward network (arXiv 2205.05198).
+            Calls with a cache have whole hidden states. Not for Hugging Face models, `apply_cp` and `apply_pp`.
 
     Raises:
         ValueError: another model or mesh, sizes that the mesh does not divide, or modules of other classes. In a call,
             on all ranks: ids whose shape differs between ranks, if it is new to each of them.
     """
+    from native_sparse_attention.distributed import token_shards
     from native_sparse_attention.distributed.converted import divide_converted, is_converted
 
     check_mesh(mesh, (1,))
+    check_flags(sequence_parallel=sequence_parallel)
     check_not_staged(model, 'apply_tp')
     if is_converted(model):
+        if sequence_parallel:
+            raise ValueError('sequence_parallel is True, but must be False for a Hugging Face model')
         divide_converted(model, mesh)
         return model
     _check_model(model, mesh.size())
     assert isinstance(model, Transformer)
+    if sequence_parallel and hasattr(model, 'context_mesh'):
+        raise ValueError('sequence_parallel is True, but must be False for a model after apply_cp')
+    behaviours = token_shards.BEHAVIOURS if sequence_parallel else _BEHAVIOURS
+    # Of parameters that are replicated and read other tokens on each rank.
+    of_shards: dict[str, Any] = {'mesh': mesh, 'is_shared': sequence_parallel}
     for block in model.blocks:
-        _divide_attention(block.attention, mesh)
+        _divide_attention(block.attention, mesh, behaviours, of_shards)
         norm, first, _, second = block.feed_forward.children()
-        divide(norm, mesh, {}, behaviour=ToRanks)
+        divide(norm, placements={}, behaviour=behaviours.norm, **of_shards)
         divide(first, mesh, ROWS)
-        divide(second, mesh, COLUMNS, behaviour=SumOverRanks)
-    divide(model.norm, mesh, {})
+        divide(second, placements=COLUMNS, behaviour=behaviours.second, **of_shards)
+    divide(model.norm, placements={}, **of_shards)
     is_tied = model.is_tied
-    divide(model.token_emb, mesh, ROWS, behaviour=_Embedding)
+    divide(model.token_emb, mesh, ROWS, behaviour=behaviours.embedding)
     if is_tied:
         model.to_logits.weight = own_weight(model.token_emb)
-    divide(model.to_logits, mesh, ROWS, behaviour=_Head)
+    divide(model.to_logits, mesh, ROWS, behaviour=behaviours.head)
+    if sequence_parallel:
+        token_shards.shard_tokens(model, mesh)
     return model
 
 
@@ -95,7 +121,7 @@ class ToRanks:
         return to_ranks(super().forward(x), self.tensor_mesh)  # type: ignore[misc]
 
 
-class _HeadsOfRank:
+class HeadsOfRank:
     """An attention layer with the heads of this rank. The loss of its block scores is the mean of all ranks."""
 
     tensor_mesh: DeviceMesh
@@ -146,19 +172,23 @@ class SameIds:
         known.add(shape)
 
 
-class _Embedding(SameIds):
+class EmbeddingOfRank(SameIds):
     """An embedding whose rows are divided over the ranks."""
 
     weight: Tensor
     num_embeddings: int
 
     def forward(self, ids: Tensor) -> Tensor:
+        return sum_over_ranks(self._own_rows(ids), self.tensor_mesh)
+
+    def _own_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids, 0 for those that other ranks have."""
         self.compare(ids)
         index, is_local = _local_rows(ids, self.num_embeddings, self.tensor_mesh)
-        return sum_over_ranks(F.embedding(index, self.weight) * is_local[..., None], self.tensor_mesh)
+        return F.embedding(index, self.weight) * is_local[..., None]
 
 
-class _Head:
+class HeadOfRank:
     """A linear layer without a bias whose outputs, the logits, are divided over the ranks."""
 
     tensor_mesh: DeviceMesh
@@ -182,7 +212,20 @@ class _Head:
         return (sums.log() + largest - logit).masked_fill(is_ignored, 0.0).sum()
 
     def _local_logits(self, x: Tensor) -> Tensor:
-        return F.linear(to_ranks(x, self.tensor_mesh), self.weight)
+        return F.linear(self._to_ranks(x), self.weight)
+
+    def _to_ranks(self, x: Tensor) -> Tensor:
+        return to_ranks(x, self.tensor_mesh)
+
+
+_BEHAVIOURS = Behaviours(
+    norm=ToRanks,
+    attention=HeadsOfRank,
+    combine_heads=SumOverRanks,
+    second=SumOverRanks,
+    embedding=EmbeddingOfRank,
+    head=HeadOfRank,
+)
 
 
 def _local_rows(ids: Tensor, num_tokens: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
@@ -196,11 +239,11 @@ def _local_rows(ids: Tensor, num_tokens: int, mesh: DeviceMesh) -> tuple[Tensor,
     return index.masked_fill(~is_local & (ids >= 0) & (ids < num_tokens), 0), is_local
 
 
-def _divide_attention(layer: Any, mesh: DeviceMesh) -> None:
-    divide(layer.norm, mesh, {}, behaviour=ToRanks)
+def _divide_attention(layer: Any, mesh: DeviceMesh, behaviours: Behaviours, of_shards: dict[str, Any]) -> None:
+    divide(layer.norm, placements={}, behaviour=behaviours.norm, **of_shards)
     layer.to_qkv = SplitLinear.of(layer.to_qkv, layer.projection_sizes)
     divide(layer.to_qkv, mesh, dict.fromkeys(layer.to_qkv.names, Shard(0)))
-    divide(layer.combine_heads, mesh, COLUMNS, behaviour=SumOverRanks)
+    divide(layer.combine_heads, mesh, COLUMNS, behaviour=behaviours.combine_heads)
     for norm in (layer.q_norm, layer.k_norm):
         if norm is not None:
             divide(norm, mesh, {}, is_shared=True)
@@ -211,7 +254,7 @@ def _divide_attention(layer: Any, mesh: DeviceMesh) -> None:
     if isinstance(layer, SparseAttention):
         networks = [network for network in (layer.k_compress, layer.v_compress) if network is not None]
         divide_networks(nn.ModuleList(networks), layer.kv_heads, mesh)
-    divide(layer, mesh, dict.fromkeys(_OF_HEADS, Shard(0)), behaviour=_HeadsOfRank)
+    divide(layer, mesh, dict.fromkeys(_OF_HEADS, Shard(0)), behaviour=behaviours.attention)
     layer.divide_heads(mesh.size(), mesh.get_local_rank())
 
 

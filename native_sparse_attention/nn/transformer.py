@@ -331,9 +331,11 @@ class Transformer(GeneratingModel):
         cu_seqlens: Tensor | None = None,
         backend: str | None = None,
         block_losses: list[Tensor] | None = None,
+        **more: Any,
     ) -> Tensor:
+        """more: arguments of every block."""
         for index, block in enumerate(self.blocks):
-            options: dict[str, Any] = _options(block, backend)
+            options: dict[str, Any] = {**_options(block, backend), **more}
             if block_losses is not None and isinstance(block.attention, SparseAttention):
                 options['return_block_loss'] = True
                 x, block_loss = self._run_block(index, options, x, mask, cu_seqlens)
@@ -367,9 +369,9 @@ class Transformer(GeneratingModel):
             embedded = embedded[:, -1] if mask is None else last_real(embedded, mask)
         return self.to_logits(embedded)
 
-    def _tokens(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+    def _tokens(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         # Ids at padding may lie outside the vocabulary, such as -100.
-        return self.token_emb(ids if mask is None else ids.masked_fill(~mask, 0))
+        return self.token_emb(ids if mask is None else ids.masked_fill(~mask, 0), **options)
 
     def _loss(
         self,

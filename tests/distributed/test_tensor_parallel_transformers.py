@@ -104,6 +104,8 @@ def refused() -> None:
         setattr(attention_layer, name, torch.nn.Sequential(getattr(attention_layer, name)))
         with pytest.raises(ValueError, match=f'{name} is a Sequential, but must be the module of a new model'):
             apply_tp(model, mesh)
+    with pytest.raises(ValueError, match='sequence_parallel is True, but must be False for a Hugging Face model'):
+        apply_tp(nsa_model(), mesh, sequence_parallel=True)
     apply_tp(model := nsa_model(), mesh)
     with pytest.raises(ValueError, match='model is divided already'):
         apply_tp(model, mesh)

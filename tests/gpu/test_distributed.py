@@ -63,7 +63,7 @@ def make_model(device: str, merged: bool, depth: int = 2) -> Transformer:
 
 
 def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
-    """kind: 'fsdp', 'tp', 'cp' or 'pp', or two of them, of two ranks each: 'fsdp x cp' or 'cp x tp'."""
+    """kind: 'fsdp', 'tp', 'tp sequence', 'cp' or 'pp', or two of them, of two ranks each: 'fsdp x cp' or 'cp x tp'."""
     rank, ranks = int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
     if device == 'cuda':
         torch.cuda.set_device(rank)
@@ -74,8 +74,8 @@ def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(64, (ranks, SEQLEN), generator=generator).to(device)
     model, mine, stage = copy.deepcopy(one), (slice(None), slice(None)), None
-    if kind == 'tp':
-        apply_tp(model, flat)
+    if kind in ('tp', 'tp sequence'):
+        apply_tp(model, flat, sequence_parallel=kind == 'tp sequence')
     elif kind == 'pp':
         stage = apply_pp(model, flat)
         model.forward = autocast(device, dtype)(model.forward)  # the schedule runs forward and backward
@@ -109,7 +109,7 @@ def train(kind: str, merged: bool, dtype: torch.dtype, device: str) -> None:
     assert_near(total / ranks, expected, dtype, f'{setting}: loss')
     if 'cp' not in kind and dtype == torch.float32:
         per_rank = expected_blocks[0].shape[2] // ranks
-        heads = slice(rank * per_rank, (rank + 1) * per_rank) if kind == 'tp' else slice(None)
+        heads = slice(rank * per_rank, (rank + 1) * per_rank) if kind.startswith('tp') else slice(None)
         share = [torch.equal(a, b[mine][:, :, heads]) for a, b in zip(blocks, expected_blocks, strict=True)]
         assert all(share), f'{setting}: another block is selected'
     found, wanted = joined(gradients(model)), gradients(one)
@@ -149,7 +149,7 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str, 
     assert difference <= LIMIT[dtype] * max(size, 0.01 * largest), f'{name}: relative error {difference / size:.2g}'
 
 
-@pytest.mark.parametrize('kind', ['fsdp', 'tp', 'cp', 'pp', 'fsdp x cp', 'cp x tp'])
+@pytest.mark.parametrize('kind', ['fsdp', 'tp', 'tp sequence', 'cp', 'pp', 'fsdp x cp', 'cp x tp'])
 def test_equals_one_gpu(kind: str, tmp_path: Path) -> None:
     ranks = min(torch.cuda.device_count(), 4)
     if ranks < (needed := 4 if ' x ' in kind else 2):
@@ -165,17 +165,17 @@ def test_equals_one_gpu(kind: str, tmp_path: Path) -> None:
         list(pool.map(run, *zip(*SETTINGS, strict=True)))
 
 
-def decode(merged: bool) -> None:
+def decode(merged: bool, sequence_parallel: bool) -> None:
     """Compare decoding after apply_tp, with and without a CUDA graph, with one GPU."""
     torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     dist.init_process_group('nccl')
-    compare_decoding(merged)  # the graphs are gone before the process leaves the group
+    compare_decoding(merged, sequence_parallel)  # the graphs are gone before the process leaves the group
     dist.destroy_process_group()
 
 
-def compare_decoding(merged: bool) -> None:
+def compare_decoding(merged: bool, sequence_parallel: bool) -> None:
     one = make_model('cuda', merged).eval()
-    model = apply_tp(copy.deepcopy(one), init_device_mesh('cuda', (dist.get_world_size(),)))
+    model = apply_tp(copy.deepcopy(one), init_device_mesh('cuda', (dist.get_world_size(),)), sequence_parallel)
     ids = torch.randint(64, (2, 160), generator=torch.Generator().manual_seed(1)).cuda()
     expected = one.generate(ids[:, :100], 24, temperature=0)
     for use_graph in (True, False):
@@ -196,12 +196,12 @@ def compare_decoding(merged: bool) -> None:
     assert steps[1]._graph is not None
 
 
-@pytest.mark.parametrize('merged', [False, True])
-def test_decoding_of_a_divided_model(merged: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(('merged', 'sequence_parallel'), [(False, False), (True, False), (True, True)])
+def test_decoding_of_a_divided_model(merged: bool, sequence_parallel: bool, tmp_path: Path) -> None:
     ranks = min(torch.cuda.device_count(), 4)
     if ranks < 2:
         pytest.skip('one GPU')
-    run_processes(decode, ranks - ranks % 2, tmp_path, merged, joins=False, time_limit=240)
+    run_processes(decode, ranks - ranks % 2, tmp_path, merged, sequence_parallel, joins=False, time_limit=240)
 
 
 def call_trainer(flags: list[str]) -> None:
