@@ -35,7 +35,7 @@ from native_sparse_attention.ops.selected_attention.triton.index.block_union imp
 )
 
 DESIGNS = ('query', 'union', 'block', 'mixed', 'fused')
-# Largest groups for which 'fused' replaces 'block' in the backward pass. Measured on an H200; groups of four lose by it.
+# Largest groups for which 'fused' replaces 'block' in the backward pass. Measured on an H200; groups of 4 lose by it.
 MAX_GROUP_FUSED = 2
 # Groups of at most this size leave most rows of a single query's tile empty.
 SMALL_GROUP = 8

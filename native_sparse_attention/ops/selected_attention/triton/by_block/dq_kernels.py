@@ -280,7 +280,7 @@ def sum_kernel(
     COMPUTE_DQ: store dq, multiplied by the gate `[B, T, HQ]` if there is one. Otherwise store delta `[B, HQ, T]` minus
     the gradient of the log-sum-exp; the inverse units of the gradients of the logits, times the gate if there is one
     (`find_unit`), if there are; and with `third`, the gradient of the factor for one head of every entry in `second`.
-    With COMPUTE_DQ and without `third`, that gradient is in `second` already. Either way it is multiplied by the gate.
+    A pass with a gate multiplies that gradient by it.
     """
     GROUP: tl.constexpr = sizes.group
     NUM_SELECTED: tl.constexpr = sizes.num_selected
@@ -335,7 +335,7 @@ def sum_kernel(
             _, inverse = find_unit(4 * spread)
             tl.store(inverse_units_ptr + row_offsets, inverse, mask=mask)
     LACKS_DELTA: tl.constexpr = partials.third is not None and not COMPUTE_DQ
-    LACKS_GATE: tl.constexpr = partials.third is None and COMPUTE_DQ and gate_ptr is not None
+    LACKS_GATE: tl.constexpr = COMPUTE_DQ and gate_ptr is not None
     if partials.second is not None and (LACKS_DELTA or LACKS_GATE):
         for slot in tl.range(0, NUM_SELECTED):
             partial_offsets = offsets + slot * GROUP
