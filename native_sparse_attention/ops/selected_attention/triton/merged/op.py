@@ -111,7 +111,6 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
     rows = (outs[0], lse_window, dout, dlses[0], weights[0])
     dq, numbers = interval.differentiate_queries(window, scale, *rows, torch.float32)
-    needs_dscale = needs_dscale and block_scale is not None
     dk = dv = dsinks = empty
     if needs_dkv:
         keys, layout, marks = window[3:]
@@ -127,7 +126,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         *(arguments, dout, dlses[1], *saved, weights[1], None),
         save_low_bits=False,
         needs_dkv=needs_dkv,
-        needs_dscale=needs_dscale,
+        needs_dscale=needs_dscale and block_scale is not None,
         grad_dtype=torch.float32,
     )
     far_dq, far_dk, far_dv, dscale, far_delta = grads
@@ -138,7 +137,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         shares = ((t - lse).exp().masked_fill(t == -torch.inf, 0) for t in (lse_window, lse_selected))
         of_window, of_selected = (delta * share for delta, share in zip(deltas, shares, strict=True))
         delta = of_window + of_selected if dlse is None else of_window + of_selected - dlse
-        if needs_dscale:
+        if needs_dscale and block_scale is not None:
             arguments = arguments._replace(layout=make_layout(unflatten(q, flat)))
             add_window_dscale(dscale, arguments, left, lse, delta, dout)
             dscale = dscale.to(block_scale.dtype)
