@@ -2,7 +2,8 @@
 
 The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is usually
 computed as the product of the output and its gradient. But the output is rounded, which shows in rows with few keys. So
-the kernel starts from that product, sums its error over the keys, and corrects dq and delta at the end.
+the kernel starts from that product, sums its error over the keys, and corrects dq, delta and the gradients of the
+factors at the end.
 """
 
 # To pyright a jit function that another calls never returns, and a constant has no fields.
