@@ -28,7 +28,7 @@ from benchmarks.timing import PASSES, PROFILED_RUNS, measure_both
 OURS, CANDIDATE, DENSE = 'triton', 'candidate', 'cudnn'
 DESIGNS = ('union', 'block', 'fused')
 # Constants of `plan` that the candidate changes.
-CANDIDATES = {'MAX_GROUP_FUSED': 2**10}
+CANDIDATES = {'MAX_GROUP_FUSED': 2**10, 'MAX_GROUP_FACTORS': 2**10}
 CASES = {
     'selected': 'selected attention; consecutive tokens correlate',
     'selected-unrelated': 'the same with unrelated tokens',

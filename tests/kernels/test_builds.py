@@ -28,7 +28,6 @@ KERNELS = {
     SELECTED: {
         'selected_attention': {'forward_kernel', 'dq_kernel', 'dkv_kernel', 'union_kernel', 'block_kernel'},
         'dlogits': {'dq_from_dlogits_kernel'},
-        'merged': {'combine_kernel', 'split_kernel', 'dscale_kernel'},
         'by_block': {'block_kernel', 'merge_kernel', 'block_dq_kernel', 'sum_kernel'},
         'inverse_index': {'slot_kernel'},
         'counting_sort': {'place_kernel'},

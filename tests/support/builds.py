@@ -200,11 +200,10 @@ def build_selected(dtype: torch.dtype, head_dim: int) -> None:
     merged: dict[str, Any] = {'block_size': options['block_size'], 'window_size': (31, 0), 'unit_scale': True}
     block_scale = torch.ones(indices.shape, requires_grad=True)
     differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, **merged, backend='triton'))
-    for design in ('query', 'block', 'fused'):
-        with mock.patch.object(plan, 'choose_design', return_value=design):
-            differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, **merged, backend='triton'))
     options['_design'] = 'fused'
     differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, **options))
+    with mock.patch.multiple(plan, MAX_GROUP_FACTORS=8, MIN_SEQLEN_BY_BLOCK=0):
+        differentiate(*selected_attention(q, k, v, indices, block_scale=block_scale, **merged, backend='triton'))
 
 
 def differentiate_gated(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **options: Any) -> None:

@@ -9,15 +9,22 @@ with 1 unless 95 % of the faults are caught.
 from __future__ import annotations
 
 import argparse
+import importlib
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.support.planting import PACKAGE, Fault, copy_package, import_libraries, run_tests, with_fault
+import pytest
+
+from tests.support.planting import PACKAGE, ROOT, Fault, copy_package, with_fault
 
 MIN_CAUGHT = 0.95
+CRASHED = 70  # exit code of a process whose tests did not end
 
 MEMORY = ('test_compressed_attention.py',)
 FEATURED = ('test_window_features.py',)
@@ -50,7 +57,6 @@ SELECTED_DKV_LAUNCH = 'selected_attention/triton/dkv/launch.py'
 BLOCK_UNION, SELECTED_OP = 'selected_attention/triton/index/block_union.py', 'selected_attention/triton/op.py'
 DELTA, DLOGITS = 'selected_attention/triton/dlogits/delta.py', 'selected_attention/triton/dlogits/storage.py'
 PARTIALS = 'selected_attention/triton/by_block/partials.py'
-DSCALE, FACTORS = 'selected_attention/triton/merged/dscale.py', ('test_factor_gradients.py',)
 DLOGITS_DQ = 'selected_attention/triton/dlogits/dq.py'
 FP16_VALUES = 'selected_attention/triton/fp16_values.py'
 STORED, EXACT = ('test_selected_attention_dlogits.py',), ('test_selected_attention_delta.py',)
@@ -179,7 +185,7 @@ FAULTS = [
     Fault('loop start: no wrap-around', BLOCK_LOOP, 'load_step', 'tl.where(slot < selection.num_slots, slot, slot - selection.num_slots)', 'slot', ORDER),
     Fault('another head by descriptor', TILE_ROWS, 'load_tile', 'head.to(tl.int32),', 'head.to(tl.int32) * 0,', ('test_selected_attention_tiles.py',)),
     Fault('no rescale in selected attention', SELECTED_FORWARD, '_attend', '(weights.to(v.dtype), v, out * rescale[:, None])', '(weights.to(v.dtype), v, out)', SELECTED),
-    Fault('gradient of block_scale off', SELECTED_BACKWARD, '_add_keys', 'tl.sum(dlogits * logits, 1)', 'tl.sum(dlogits * logits * factor, 1)', SELECTED),
+    Fault('gradient of block_scale off', SELECTED_BACKWARD, '_add_keys', '0.0, dlogits * logits)', '0.0, dlogits * logits * factor)', SELECTED),
     Fault('block_scale missing in the gradient of q', SELECTED_BACKWARD, '_add_keys', '(dlogits * factor).to', 'dlogits.to', SELECTED),
     Fault('causal mask dropped in the gradient of k', SELECTED_DKV, '_add_rows', '(keys[:, None] <= positions[None, :])', '(keys[:, None] <= positions[None, :] + 1)', SELECTED),
     Fault('dkv: last entry of a chunk skipped', SELECTED_DKV, 'dkv_kernel', '- first_entry,', '- first_entry - 1,', SELECTED),
@@ -210,23 +216,7 @@ FAULTS = [
     Fault('fused: delta missing in gradients of factors', BY_BLOCK_DQ, 'sum_kernel', 'dfactor -= delta *', 'dfactor -= 0.0 *', SELECTED[:1]),
     Fault('fused: keys that are not read in gradients of factors', BY_BLOCK_DQ, '_differentiate', 'weights = tl.where(read, weights, 0.0)', 'weights *= 1.0', SELECTED[1:]),
     Fault('fused: gate applied to dq twice', BY_BLOCK_BACKWARD, 'BlockQueryGradients._add_partials', 'computes_dq != self.fused', 'computes_dq', SELECTED_GATES),
-    Fault('dfactors: of some heads by block', BY_BLOCK_BACKWARD, '_add_heads', 'rows.view(*out.shape, group)', 'rows.view(*out.shape, group)[..., :1]', FACTORS),
-    Fault('dfactors: gate dropped', EPILOGUE, 'finish_dfactors', 'dfactors * _load_gate(tensors, strides, rows, lse)[:, None]', 'dfactors', FACTORS),
-    Fault('dfactors: gate dropped by block', BY_BLOCK_DQ, 'sum_kernel', 'dfactor *= gate', 'dfactor *= 1.0', FACTORS),
-    Fault('dfactors: scale missing', EPILOGUE, 'finish_dfactors', 'dfactors *= scale', 'dfactors *= 1.0', FACTORS),
-    Fault('dfactors: error of delta kept', EPILOGUE, 'finish_dfactors', 'dfactors - delta_error[:, None] * mean_logits', 'dfactors', FACTORS),
-    Fault('dfactors: indices that do not count', SELECTED_BACKWARD, '_differentiate', 'tl.where(is_read, slot, -1)', 'slot', FACTORS),
-    Fault('dfactors: keys that are not read, by union', UNION_BACKWARD, '_differentiate', 'HAS_DFACTORS and not BY_ROW', 'False', FACTORS),
-    Fault('dfactors: head tiles share their sums', SELECTED_BACKWARD, 'dq_kernel', '(head_tile * tl.num_programs(0) + query)', 'query', FACTORS),
-    Fault('merged: factors, first key of the window', DSCALE, '_add_keys', '(keys[None, :] >= (positions - left)[:, None])', '(keys[None, :] > (positions - left)[:, None])', FACTORS),
-    Fault('merged: factors, keys of the future', DSCALE, '_add_keys', '(keys[None, :] <= positions[:, None])', '(keys[None, :] <= positions[:, None] + 1)', FACTORS),
-    Fault('merged: factors, blocks partly in the window', DSCALE, 'dscale_kernel', '(first_keys // BLOCK_SIZE)', '((first_keys + BLOCK_SIZE - 1) // BLOCK_SIZE)', FACTORS),
-    Fault('merged: factors, last block of a tile', DSCALE, 'dscale_kernel', '(last_block + 1) * SPLIT', 'last_block * SPLIT', FACTORS),
-    Fault('merged: factors, only one tile of heads', DSCALE, 'dscale_kernel', 'tl.range(0, GROUP, BLOCK_G)', 'tl.range(0, 1, BLOCK_G)', FACTORS),
-    Fault('merged: factors, keys before the window dropped', DSCALE, 'dscale_kernel', 'tl.load(dscale_ptr, mask=in_window, other=0.0) + dscale', 'dscale', FACTORS),
-    Fault('merged: factors, keys that are not read', DSCALE, '_add_keys', 'tl.where(read, dlogits * logits, 0.0)', 'dlogits * logits * read.to(tl.float32)', FACTORS),
-    Fault('merged: factors, slope of the soft cap', DSCALE, '_add_keys', '(dweights - delta[:, None]) * slope', '(dweights - delta[:, None])', FACTORS),
-    Fault('merged: factors, parts of a block', DSCALE, '_add_keys', '+ step % SPLIT * BLOCK_N', '+ step % SPLIT * 0', FACTORS),
+    Fault('merged: factors of some heads by block', BY_BLOCK_BACKWARD, '_add_heads', 'rows.view(*out.shape, group)', 'rows.view(*out.shape, group)[..., :1]', ('test_merged_attention.py',)),
     Fault('CSR index: token of the next entry', BLOCK_TO_QUERY, 'locate_entries', '(entry // (sizes.repeats * sizes.num_selected))', '((entry + 1) // (sizes.repeats * sizes.num_selected))', SELECTED[:1]),
     # Block selection
     Fault('overlap of blocks off', SELECT, '_add_step', 'tl.maximum(start, 0)', 'start', SELECTION),
@@ -281,11 +271,11 @@ FAULTS = [
     Fault('gates: gradient of sinks without them', INTERVAL_OP, '_backward', 'if gate is None else delta * gate.transpose(1, 2)', '', OF_GATES),
     Fault('gates: their gradient with the wrong sign', INTERVAL_OP, '_backward', 'dgate = row_stats', 'dgate = -row_stats', OF_GATES),
     Fault('gates: a branch of the sum without a gradient', SUM_OP, '_differentiate', 'dout, dout,', 'dout, None,', OF_GATES),
-    Fault('gates: by query and union, missing in dq', EPILOGUE, 'store_gradients', '_load_gate(tensors, strides, rows, lse)[:, None]', '1.0', SELECTED_GATES),
-    Fault('gates: by block, missing in dq', BY_BLOCK_DQ, 'sum_kernel', 'dq *= gate[:, None]', 'dq *= 1.0', SELECTED_GATES),
+    Fault('gates: by query and union, missing in dq', EPILOGUE, 'store_gradients', "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
+    Fault('gates: by block, missing in dq', BY_BLOCK_DQ, 'sum_kernel', "tl.where(lse == float('-inf'), 0.0, gate)[:, None]", '1.0', SELECTED_GATES),
     Fault('gates: negative gates count as 1 in dk and dv', SELECTED_DKV, '_add_rows', '= tl.where(gate[None, :] < 0, -weights, weights)', '*= 1.0', SELECTED_GATES),
     Fault('gates: negative gates count as -1 in dk and dv', SELECTED_DKV, '_add_rows', '- tl.log(-gate)', '', SELECTED_GATES),
-    Fault('gates: by query and union, gate of an empty row used', EPILOGUE, '_load_gate', "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
+    Fault('gates: by query and union, gate of an empty row used', EPILOGUE, 'store_gradients', "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
     Fault('gates: by block, gate of an empty row used', BY_BLOCK_DQ, 'sum_kernel', "tl.where(lse == float('-inf'), 0.0, gate)", 'gate', SELECTED_GATES),
     Fault('gates: of rows that read nothing', BACKWARD, '_load_per_row', "tl.where(lse == float('-inf'), 0.0, numbers)", 'numbers', OF_GATES),
     Fault('gates: negative gates leave NaN in dk and dv', SELECTED_DKV, 'dkv_kernel', 'not is_finite_tile(dk)', 'num_rows < 0', SELECTED_GATES),
@@ -423,6 +413,46 @@ FAULTS = [
     Fault('decoding: tensors given twice not distinguished', PREPARED, 'LaunchCache.give', 'and id(tensor) not in self._given', '', AGAIN),
     Fault('decoding: launches do not hold the workspace', PREPARED, 'LaunchCache._stays', 'self._held.append(tensor)', 'pass', AGAIN),
 ]  # fmt: skip
+
+
+def import_libraries() -> None:
+    """Import libraries that take seconds, but neither the package nor its tests."""
+    os.environ.update(OMP_NUM_THREADS='1', TRITON_INTERPRET='1', CUDA_VISIBLE_DEVICES='')
+    for module in ('torch._dynamo', 'triton.runtime.interpreter', 'einops'):
+        importlib.import_module(module)
+
+
+def run_tests(tests: tuple[str, ...], directory: Path) -> tuple[int, str]:
+    """Return the exit code of pytest and what it printed. The forked process has the libraries imported."""
+    printed = directory / 'printed.txt'
+    process = multiprocessing.get_context('fork').Process(target=run_pytest, args=(tests, directory, printed))
+    process.start()
+    process.join()
+    return process.exitcode or 0, printed.read_text()
+
+
+def run_pytest(tests: tuple[str, ...], directory: Path, printed: Path) -> None:
+    with printed.open('w') as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    os.chdir(directory)
+    sys.path[:] = [str(directory), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split('.')[0] == 'tests']:
+        del sys.modules[name]
+    code = CRASHED
+    try:
+        files = [f'tests/kernels/{name}' for name in tests]
+        code = pytest.main(['--full', '-x', '-q', '--tb=line', '-p', 'no:cacheprovider', *files])
+        for name in ('native_sparse_attention', 'tests.support.harness'):
+            found = sys.modules[name].__file__ or ''
+            assert found.startswith(str(directory)), found
+    except BaseException:
+        code = CRASHED
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def is_caught(fault: Fault) -> bool:

@@ -1,24 +1,16 @@
-"""A planted fault, the place in the package that it names, a copy of the package with it, and a run of tests there."""
+"""A planted fault, the place in the package that it names, and a copy of the package with it."""
 
 from __future__ import annotations
 
 import ast
-import importlib
-import multiprocessing
-import os
 import re
 import shutil
-import sys
-import traceback
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path('native_sparse_attention')
-CRASHED = 70  # exit code of a process whose tests did not end
 COPIED = ('native_sparse_attention', 'tests', 'pyproject.toml')
 
 
@@ -87,43 +79,3 @@ def plant(text: str, fault: Fault) -> str:
 
 def with_fault(fault: Fault) -> str:
     return plant((ROOT / PACKAGE / 'ops' / fault.file).read_text(), fault)
-
-
-def import_libraries() -> None:
-    """Import libraries that take seconds, but neither the package nor its tests."""
-    os.environ.update(OMP_NUM_THREADS='1', TRITON_INTERPRET='1', CUDA_VISIBLE_DEVICES='')
-    for module in ('torch._dynamo', 'triton.runtime.interpreter', 'einops'):
-        importlib.import_module(module)
-
-
-def run_tests(tests: tuple[str, ...], directory: Path) -> tuple[int, str]:
-    """Return the exit code of pytest and what it printed. The forked process has the libraries imported."""
-    printed = directory / 'printed.txt'
-    process = multiprocessing.get_context('fork').Process(target=run_pytest, args=(tests, directory, printed))
-    process.start()
-    process.join()
-    return process.exitcode or 0, printed.read_text()
-
-
-def run_pytest(tests: tuple[str, ...], directory: Path, printed: Path) -> None:
-    with printed.open('w') as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
-    os.chdir(directory)
-    sys.path[:] = [str(directory), *(path for path in sys.path if Path(path).resolve() != ROOT)]
-    for name in [name for name in sys.modules if name.split('.')[0] == 'tests']:
-        del sys.modules[name]
-    code = CRASHED
-    try:
-        files = [f'tests/kernels/{name}' for name in tests]
-        code = pytest.main(['--full', '-x', '-q', '--tb=line', '-p', 'no:cacheprovider', *files])
-        for name in ('native_sparse_attention', 'tests.support.harness'):
-            found = sys.modules[name].__file__ or ''
-            assert found.startswith(str(directory)), found
-    except BaseException:
-        code = CRASHED
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -50,7 +50,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(plan, 'rows_per_query', lambda group: max(8, rows_per_query(group)))
     monkeypatch.setattr(plan, 'MAX_UNION_PERCENT', SHARES_OFTEN)
     monkeypatch.setattr(plan, 'MAX_BLOCK_RATIO', 0 if request.param in (KERNELS[2], KERNELS[4]) else 10**9)
-    monkeypatch.setattr(plan, 'MAX_GROUP_FUSED', 10**9 if request.param == KERNELS[4] else 0)
+    for name in ('MAX_GROUP_FUSED', 'MAX_GROUP_FACTORS'):
+        monkeypatch.setattr(plan, name, 10**9 if request.param == KERNELS[4] else 0)
     monkeypatch.setattr(plan, 'MAX_BLOCK_RATIO_LARGE', 0)
     monkeypatch.setattr(plan, 'MIN_SEQLEN_BY_BLOCK', 0)
 

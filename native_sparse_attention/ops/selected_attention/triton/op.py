@@ -184,12 +184,11 @@ def differentiate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what the registered op returns, with dq, dk and dv in grad_dtype, the dtype of q with save_low_bits.
 
-    dlse beside a gate is, like dout, before the gate. needs_dscale without block_scale: all factors are 1, and their
-    gradient is float32.
+    dlse beside a gate is, like dout, before the gate.
     """
     q, k, v, block_indices, block_scale, layout, block_size, *_ = arguments
     dout, out = last_dim_contiguous(dout, out)
-    empty, dscale_dtype = q.new_empty(0), torch.float32 if block_scale is None else block_scale.dtype
+    empty = q.new_empty(0)
     if save_low_bits:
         dq, dk, dv, delta = differentiate_by_dlogits(arguments, dout, dlse, out, lse, low_bits, gate)
         return dq, *((dk, dv) if needs_dkv else (empty, empty)), empty, _gate_gradient(gate, delta)
@@ -204,17 +203,17 @@ def differentiate(
         lse, gates = fold_gate(lse, gate)
         dk, dv = differentiate_keys(arguments, lse, queries.delta, dout, queries, index, gates, grad_dtype)
         dscale = empty
-        if queries.dfactors is not None:
+        if queries.dfactors is not None and block_scale is not None:
             dfactors = queries.dfactors.unflatten(0, (q.shape[0], k.shape[2])).transpose(1, 2)
-            dscale = dfactors.reshape(block_indices.shape).to(dscale_dtype).contiguous()
+            dscale = dfactors.reshape(block_scale.shape).to(block_scale.dtype).contiguous()
         dkv = (dk, dv) if needs_dkv else (empty, empty)
         return queries.dq, *dkv, dscale, _gate_gradient(gate, queries.delta)
     dq, delta, dfactors = _differentiate_queries(
         arguments, dout, dlse, out, lse, gate, design, needs_dscale, grad_dtype
     )
     dscale, dk, dv = empty, empty, empty
-    if dfactors is not None:
-        dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(dscale_dtype)
+    if dfactors is not None and block_scale is not None:
+        dscale = (dfactors[0] if len(dfactors) == 1 else dfactors.sum(0)).to(block_scale.dtype)
     if needs_dkv:
         lse, gates = fold_gate(lse, gate)
         dk, dv = differentiate_keys(arguments, lse, delta, dout, gates=gates, grad_dtype=grad_dtype)

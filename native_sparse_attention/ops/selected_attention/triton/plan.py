@@ -19,7 +19,6 @@ from native_sparse_attention.ops._triton.launch import (
     row_block,
     settings_of,
 )
-from native_sparse_attention.ops._triton.varlen import num_tiles
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import Arguments, Sizes, Tile
 from native_sparse_attention.ops.selected_attention.triton.dkv import launch as dkv
@@ -35,14 +34,14 @@ from native_sparse_attention.ops.selected_attention.triton.index.block_union imp
 )
 
 DESIGNS = ('query', 'union', 'block', 'mixed', 'fused')
-# Largest groups for which 'fused' replaces 'block' in the backward pass. Measured on an H200; groups of 4 lose by it.
+# Largest groups for which 'fused' replaces 'block' in the backward pass, and the gradients of the factors of merged
+# attention are computed by block. Measured on an H200; groups of four lose by 'fused'.
 MAX_GROUP_FUSED = 2
+MAX_GROUP_FACTORS = 2
 # Groups of at most this size leave most rows of a single query's tile empty.
 SMALL_GROUP = 8
 # Most indices per row for block unions.
 MAX_UNION_SELECTED = 64
-# Most indices of a query tile that a kernel without unions keeps in registers.
-MAX_TILE_INDICES = 2048
 # Minimum number of queries for which flags of query tiles pay off.
 MIN_SEQLEN_MIXED = 256
 # Small groups take unions if there are at most this many times as many blocks as each query selects.
@@ -104,6 +103,13 @@ def choose_design(
 def fits_block(table: Table, q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
     """Return whether the tiles of a block-major kernel hold a whole block."""
     return row_block(min(block_size, k.shape[1])) <= settings_of(table, q, v).block_n
+
+
+def takes_factors_by_block(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int) -> bool:
+    """Return whether the gradients of the factors of merged attention are computed by block instead of by query."""
+    group = q.shape[2] // max(1, block_indices.shape[2])
+    is_small = group <= MAX_GROUP_FACTORS and q.shape[1] >= MIN_SEQLEN_BY_BLOCK and block_indices.numel() > 0
+    return is_small and k.shape[1] > 0 and fits_block(settings.BLOCK, q, k, v, block_size)
 
 
 def _choose_for_large_group(
@@ -187,22 +193,6 @@ def plan_by_query(tables: settings.GroupTables, arguments: Arguments) -> tuple[t
     batch, seqlen = q.shape[:2]
     grid = (batch * seqlen, block_indices.shape[2] * -(-chosen.sizes.group // block_m))
     return grid, chosen._replace(tile=chosen.tile._replace(block_m=block_m))
-
-
-def plan_by_tile(table: Table, arguments: Arguments) -> tuple[tuple[int, int], LaunchSettings]:
-    """Return grid and settings of a kernel with one program per query tile and index head.
-
-    A tile has rows for all heads of a group, or goes through them in steps of as many rows as it has.
-    """
-    q, _, v, block_indices = arguments[:4]
-    chosen = _make_settings(settings_of(table, q, v), arguments)
-    block_m = chosen.tile.block_m
-    block_g = min(rows_per_query(chosen.sizes.group), block_m)
-    block_t = max(1, min(block_m // block_g, MAX_TILE_INDICES // chosen.tile.block_s))
-    block_g = max(block_g, 16 // block_t)  # a product has at least 16 rows
-    tiles = num_tiles(arguments.layout, q.shape[1], block_t)
-    tile = chosen.tile._replace(block_m=block_t * block_g, block_g=block_g)
-    return (tiles, block_indices.shape[2]), chosen._replace(tile=tile)
 
 
 def _make_settings(tile: Settings, arguments: Arguments) -> LaunchSettings:

@@ -7,9 +7,12 @@ kernel (dkv/kernels.py): beside its sums, the registers do not hold a partial dq
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
+from native_sparse_attention.ops._triton.inverse_index import group_pairs, num_block_slots
 from native_sparse_attention.ops._triton.launch import exceeds_int32, head_block, launch, row_block
 from native_sparse_attention.ops.selected_attention.triton import settings
 from native_sparse_attention.ops.selected_attention.triton.arguments import (
@@ -35,6 +38,7 @@ from native_sparse_attention.ops.selected_attention.triton.by_block.partials imp
 from native_sparse_attention.ops.selected_attention.triton.index.block_to_query import (
     BlockToQuery,
     count_programs,
+    make_block_to_query,
     split_evenly,
 )
 
@@ -109,7 +113,7 @@ class BlockQueryGradients:
         size = q.shape[3] if computes_dq or self.fused else 0
         partials = allocate_partials(q, rows, size, has_dfactors, has_dfactors and self.fused)
         inputs = (self.lse, self.dout, self.delta, self.inverse_units)
-        _compute_partials(self.arguments, self.sizes, inputs, partials, csr, pairs, computes_dq)
+        compute_partials(self.arguments, self.sizes, inputs, partials, csr, pairs, computes_dq)
         self._add_partials(partials, csr, pairs, tokens, computes_dq)
         if dfactors is not None:
             _add_heads(partials.second, self.sizes.group, dfactors, pairs, tokens)
@@ -143,7 +147,7 @@ class BlockQueryGradients:
         )
 
 
-def _compute_partials(
+def compute_partials(
     arguments: Arguments,
     sizes: Sizes,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
@@ -155,9 +159,10 @@ def _compute_partials(
     """Launch `block_dq_kernel`. inputs: lse, dout, delta and inverse units."""
     q, k, v, _, block_scale, layout, _, _, scale, softcap = arguments
     lse, dout, *_ = inputs
-    tables = (settings.BLOCK_DQ, settings.BLOCK_DQ_SHORT) if computes_dq else (settings.BLOCK, settings.BLOCK_SHORT)
+    stores_dq = computes_dq and partials.data is not None
+    tables = (settings.BLOCK_DQ, settings.BLOCK_DQ_SHORT) if stores_dq else (settings.BLOCK, settings.BLOCK_SHORT)
     block_m, _, num_warps, num_stages = settings.settings_of_blocks(*tables, sizes.block_size, q, v)
-    if not computes_dq:
+    if not stores_dq:
         num_stages = min(num_stages, 2)  # a stage holds q and dout, twice as much as in the forward pass
     chunk = max(1, CHUNK_ROWS // sizes.group)
     num_programs = count_programs(csr.num_entries, csr.num_slots, chunk)
@@ -178,6 +183,28 @@ def _compute_partials(
         num_stages=num_stages,
         device=q.device,
     )
+
+
+def differentiate_factors(arguments: Arguments, lse: Tensor, delta: Tensor, dout: Tensor) -> Tensor:
+    """Return the gradients of the factors alone, float32 `[B, T, HI, n]`; 0 where an index names no block or repeats
+    one. lse, delta: float32 `[B, HQ, T]`, contiguous.
+    """
+    q, k, _, block_indices, _, layout, *_ = arguments
+    (batch, seqlen), kv_heads = q.shape[:2], k.shape[2]
+    sizes = sizes_of(arguments)
+    group, repeats, num_selected, block_size, causal = sizes[:5]
+    dfactors = q.new_empty(batch * kv_heads, seqlen, repeats, num_selected, dtype=torch.float32)
+    # Each index has an entry in the CSR index, and a number per head.
+    most = max(1, WORKSPACE // (4 * repeats * num_selected * (group + 1)))
+    groups = group_pairs(block_indices, kv_heads, num_block_slots(layout, block_size), max(1, most // max(seqlen, 1)))
+    shape = {'kv_heads': kv_heads, 'block_size': block_size, 'causal': causal, 'chunk': 1}
+    for pairs, tokens in product(groups, split_evenly(seqlen, most)):
+        csr = make_block_to_query(block_indices, layout, pairs, tokens, **shape)
+        rows = q.new_empty(len(pairs) * csr.num_entries * group, dtype=torch.float32)
+        partials = PartialResults(None, None, None, rows)
+        compute_partials(arguments, sizes, (lse, dout, delta, None), partials, csr, pairs, computes_dq=True)
+        _add_heads(rows, group, dfactors, pairs, tokens)
+    return dfactors.unflatten(0, (batch, kv_heads)).transpose(1, 2).reshape(block_indices.shape)
 
 
 def _add_heads(rows: Tensor, group: int, dfactors: Tensor, pairs: range, tokens: range) -> None:

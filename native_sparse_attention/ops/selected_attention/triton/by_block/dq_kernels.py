@@ -64,7 +64,7 @@ def block_dq_kernel(
 ):
     """Compute the partial results of one block for up to `tile.chunk` of its entries. BLOCK_N holds the whole block.
 
-    COMPUTE_DQ: store parts of dq in `data` and, unless it is None, of the gradients of factors in `second`.
+    COMPUTE_DQ: store parts of dq in `data` and of the gradients of factors in `second`, each unless it is None.
     Otherwise store the sum of p * dp over the keys of the block in `first`, and in `unit` 1, or where partial results
     are float16 the sum of the absolute values, at least 2 ** -100; and with `third`, the sums of p * dp and of p, times
     the logits, in `second` and `third`. tensors, strides: `Inputs`, `Strides`. One program per pair and chunk.
@@ -96,7 +96,7 @@ def block_dq_kernel(
     row_sources = (entries_ptr, lse_ptr, delta_ptr, num_rows, kv_head, layout.seqlen_q)
     # For partial results, keys that some row does not read must be finite; all others are multiples of a unit.
     finite_k, largest, unit = k, 0.0, 1.0
-    if COMPUTE_DQ:
+    if COMPUTE_DQ and partials.data is not None:
         finite_k, _ = split_finite(k)
         largest = tl.max(tl.abs(finite_k.to(tl.float32)), 1)  # [BLOCK_N]
     rows = _load_rows(row_sources, inverse_units_ptr, 0, csr, COMPUTE_DQ, sizes, tile)
@@ -234,7 +234,7 @@ def _differentiate(
                 tl.store(partials.second + partial_offsets, tl.sum(dlogits * logits, 1), mask=mask)
             dlogits *= factor[:, None]
             units = tl.full([BLOCK_M], 1.0, tl.float32)
-            if HAS_UNITS:
+            if HAS_UNITS and partials.data is not None:
                 if factors_ptr is not None:
                     # Bounded, so that the inverse remains finite.
                     inverse *= find_unit(tl.maximum(tl.abs(factor), 5.9604644775390625e-08) * 4096)[1]
@@ -248,9 +248,10 @@ def _differentiate(
                 units = tl.maximum(units_of_k * invert_power(inverse), 1.1754943508222875e-38)
                 units = tl.minimum(units, 8.507059173023462e37)
                 dlogits *= inverse[:, None]
-            dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            dq = add_product(dlogits.to(scaled_k.dtype), scaled_k, dq)
-            store_partials(partials, partial_offsets, dq, units, mask, sizes.head_dim, BLOCK_D)
+            if partials.data is not None:
+                dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                dq = add_product(dlogits.to(scaled_k.dtype), scaled_k, dq)
+                store_partials(partials, partial_offsets, dq, units, mask, sizes.head_dim, BLOCK_D)
 
 
 @triton.jit
@@ -280,7 +281,6 @@ def sum_kernel(
     COMPUTE_DQ: store dq, multiplied by the gate `[B, T, HQ]` if there is one. Otherwise store delta `[B, HQ, T]` minus
     the gradient of the log-sum-exp; the inverse units of the gradients of the logits, times the gate if there is one
     (`find_unit`), if there are; and with `third`, the gradient of the factor for one head of every entry in `second`.
-    A pass with a gate multiplies that gradient by it.
     """
     GROUP: tl.constexpr = sizes.group
     NUM_SELECTED: tl.constexpr = sizes.num_selected
@@ -308,12 +308,12 @@ def sum_kernel(
     if gate_ptr is not None:
         gate_offsets = row * gate_strides[0] + token * gate_strides[1] + head * gate_strides[2]
         gate = tl.load(gate_ptr + gate_offsets, mask=mask, other=0.0).to(tl.float32)
-        lse = tl.load(lse_ptr + (row * num_heads + head) * layout.seqlen_q + token, mask=mask, other=0.0)
-        gate = tl.where(lse == float('-inf'), 0.0, gate)  # the gate of an empty row may be anything
     if COMPUTE_DQ:
         dq = sort_columns(partials, dq, HEAD_DIM, BLOCK_D)
         if gate_ptr is not None:
-            dq *= gate[:, None]
+            lse = tl.load(lse_ptr + (row * num_heads + head) * layout.seqlen_q + token, mask=mask, other=0.0)
+            # The gate of an empty row may be anything.
+            dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]
         dq_ptr += row * dq_strides[0]
         dq_offsets = token * dq_strides[1] + head * dq_strides[2]
         store_rows(dq_ptr, dq_offsets, 1, dq * scale, mask, HEAD_DIM, BLOCK_D)
@@ -334,15 +334,10 @@ def sum_kernel(
                 spread *= tl.abs(gate)
             _, inverse = find_unit(4 * spread)
             tl.store(inverse_units_ptr + row_offsets, inverse, mask=mask)
-    LACKS_DELTA: tl.constexpr = partials.third is not None and not COMPUTE_DQ
-    LACKS_GATE: tl.constexpr = COMPUTE_DQ and gate_ptr is not None
-    if partials.second is not None and (LACKS_DELTA or LACKS_GATE):
-        for slot in tl.range(0, NUM_SELECTED):
-            partial_offsets = offsets + slot * GROUP
-            unit = tl.load(partials.unit + partial_offsets, mask=mask, other=0.0)
-            dfactor = tl.load(partials.second + partial_offsets, mask=mask, other=0.0)
-            if LACKS_DELTA:
+        if partials.third is not None:
+            for slot in tl.range(0, NUM_SELECTED):
+                partial_offsets = offsets + slot * GROUP
+                unit = tl.load(partials.unit + partial_offsets, mask=mask, other=0.0)
+                dfactor = tl.load(partials.second + partial_offsets, mask=mask, other=0.0)
                 dfactor -= delta * tl.load(partials.third + partial_offsets, mask=mask, other=0.0)
-            if gate_ptr is not None:
-                dfactor *= gate
-            tl.store(partials.second + partial_offsets, tl.where(unit == 0, 0.0, dfactor), mask=mask)
+                tl.store(partials.second + partial_offsets, tl.where(unit == 0, 0.0, dfactor), mask=mask)

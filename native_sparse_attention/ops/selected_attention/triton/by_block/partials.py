@@ -24,9 +24,9 @@ from native_sparse_attention.ops.selected_attention.triton.index.block_to_query 
 class PartialResults(NamedTuple):
     """Partial results `[pairs, T * R * n, G]`, flattened to rows.
 
-    data: `[rows, D or DV]` (`[rows, 0]` in the pass for delta), float16 or float32, in multiples of unit. unit: float32
-    `[rows]` (`find_unit`). first, second, third: float32 `[rows]` or None; each kernel says what it stores there. The
-    row of an entry without a block has unit 0 and second 0 (`open_chunk`); the rest is undefined.
+    data: `[rows, D or DV]` (`[rows, 0]` in the pass for delta), float16 or float32, in multiples of unit, or None.
+    unit: float32 `[rows]` (`find_unit`) or None. first, second, third: float32 `[rows]` or None; each kernel says what
+    it stores there. The row of an entry without a block has unit 0 and second 0 (`open_chunk`); the rest is undefined.
     """
 
     data: Any
@@ -86,7 +86,8 @@ def open_chunk(index, layout, csr, partials, sizes: tl.constexpr, tile: tl.const
             mask = rows < num_entries * GROUP
             entry = tl.load(entries_ptr + rows // GROUP, mask=mask, other=0)
             offsets = (pair * csr.num_entries + entry) * GROUP + rows % GROUP
-            tl.store(partials.unit + offsets, tl.zeros([1024], tl.float32), mask=mask)
+            if partials.unit is not None:
+                tl.store(partials.unit + offsets, tl.zeros([1024], tl.float32), mask=mask)
             if partials.second is not None:
                 tl.store(partials.second + offsets, tl.zeros([1024], tl.float32), mask=mask)
         num_entries = 0

@@ -2,8 +2,7 @@
 
 The gradient of a logit is p * (dp - delta), where delta is the sum of p * dp over the keys of a row. It is usually
 computed as the product of the output and its gradient. But the output is rounded, which shows in rows with few keys. So
-the kernel starts from that product, sums its error over the keys, and corrects dq, delta and the gradients of the
-factors at the end.
+the kernel starts from that product, sums its error over the keys, and corrects dq and delta at the end.
 """
 
 # To pyright a jit function that another calls never returns, and a constant has no fields.
@@ -27,11 +26,7 @@ from native_sparse_attention.ops.selected_attention.triton.loops.block_loop impo
     load_factor,
     load_step,
 )
-from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import (
-    finish_dfactors,
-    load_for_gradients,
-    store_gradients,
-)
+from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import load_for_gradients, store_gradients
 
 
 @triton.jit
@@ -74,7 +69,6 @@ def dq_kernel(
         tensors, strides, rows, index_heads, layout, sizes, tile
     )
     HAS_DLSE: tl.constexpr = tensors.dlse is not None
-    HAS_DFACTORS: tl.constexpr = tensors.dfactors is not None
     slots = tl.arange(0, BLOCK_S)
     blocks = tl.load(indices_ptr + slots, mask=slots < NUM_SELECTED, other=-1)  # [BLOCK_S]
 
@@ -93,39 +87,88 @@ def dq_kernel(
     source = KeySource(
         k_ptr, v_ptr, k_tiles, v_tiles, row, index_head // sizes.repeats, strides.k[1], strides.v[1], key_start
     )
-    inputs = (q, dout, lse_log2, dlse, scale, softcap)
+    inputs = (q, dout, lse_log2, dlse, head_mask, scale, softcap)
     selection = Selection(indices_ptr, blocks, readable, num_slots, first_slot, tail_slot)
     delta_error = tl.zeros([BLOCK_M], tl.float32)
     errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # per key of a tile, summed at the end
-    # Gradients of the factors and weighted sums of the logits, per head: each head has an error of delta of its own.
-    dfactors = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
-    mean_logits = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
-    sums = (dq, mean_k, dfactors, mean_logits)
+    dfactors_ptr = tensors.dfactors
+    if dfactors_ptr is not None:
+        # The gradient of a factor sums over heads, each with its own delta: it cannot be corrected at the end.
+        delta += _find_delta_error(
+            inputs,
+            factors_ptr,
+            source,
+            selection,
+            delta,
+            num_steps,
+            num_last_steps,
+            UNMASKED,
+            KIND,
+            LAST_BLOCK_N,
+            sizes,
+            tile,
+        )
+        query = row * layout.seqlen_q + token
+        dfactors_ptr += ((head_tile * tl.num_programs(0) + query) * index_heads + index_head) * NUM_SELECTED
+        # Zeros for indices without a step.
+        tl.store(dfactors_ptr + slots, tl.zeros([BLOCK_S], tl.float32), mask=slots < NUM_SELECTED)
+    sums = (dq, mean_k, tl.zeros([BLOCK_M], tl.float32))
     if UNMASKED:
         # A single loop, so that the pipeline runs on from block to block.
         for step in tl.range(0, num_steps):
+            is_first = step % (BLOCK_SIZE // BLOCK_N) == 0
             sums, dlogits = _add_keys(
-                inputs, factors_ptr, source, selection, sums, delta, step, HAS_DFACTORS, HAS_DLSE, FULL, BLOCK_N, sizes,
-                tile,
+                inputs, factors_ptr, source, selection, sums, delta, dfactors_ptr, step, is_first, HAS_DLSE, FULL,
+                BLOCK_N, sizes, tile,
             )  # fmt: skip
             errors += dlogits
         delta_error += tl.sum(errors, 1)
     for step in tl.range(0, num_last_steps):
+        is_first = step == 0 if UNMASKED else step % tl.cdiv(BLOCK_SIZE, BLOCK_N) == 0
         sums, dlogits = _add_keys(
-            inputs, factors_ptr, source, selection, sums, delta, step, HAS_DFACTORS, HAS_DLSE, KIND, LAST_BLOCK_N,
-            sizes, tile,
+            inputs, factors_ptr, source, selection, sums, delta, dfactors_ptr, step, is_first, HAS_DLSE, KIND,
+            LAST_BLOCK_N, sizes, tile,
         )  # fmt: skip
         delta_error += tl.sum(dlogits, 1)
-    dq, mean_k, dfactors, mean_logits = sums
-    if HAS_DFACTORS:
-        dfactors = finish_dfactors(tensors, strides, rows, (dfactors, mean_logits, delta_error), lse, scale, softcap)
-        query = row * layout.seqlen_q + token
-        dfactors_ptr = tensors.dfactors
-        dfactors_ptr += ((head_tile * tl.num_programs(0) + query) * index_heads + index_head) * NUM_SELECTED
-        tl.store(dfactors_ptr + slots, tl.sum(dfactors, 0), mask=slots < NUM_SELECTED)
+    dq, mean_k, _ = sums
     store_gradients(
         tensors, strides, rows, offsets, (dq, mean_k, delta_error), delta, lse, dlse, scale, sizes.head_dim, BLOCK_D
     )
+
+
+@triton.jit
+def _find_delta_error(
+    inputs,
+    factors_ptr,
+    source,
+    selection,
+    delta,
+    num_steps,
+    num_last_steps,
+    UNMASKED: tl.constexpr,
+    KIND: tl.constexpr,
+    LAST_BLOCK_N: tl.constexpr,
+    sizes: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Return the error of delta from a pass over all keys: full blocks if UNMASKED, then the last loop."""
+    BLOCK_M: tl.constexpr = tile.block_m
+    BLOCK_N: tl.constexpr = tile.block_n
+    delta_error = tl.zeros([BLOCK_M], tl.float32)
+    if UNMASKED:
+        errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, num_steps):
+            _, _, _, _, dlogits, _, _ = _differentiate(
+                inputs, factors_ptr, source, selection, delta, step, FULL, BLOCK_N, sizes, tile
+            )
+            errors += dlogits
+        delta_error += tl.sum(errors, 1)
+    for step in tl.range(0, num_last_steps):
+        _, _, _, _, dlogits, _, _ = _differentiate(
+            inputs, factors_ptr, source, selection, delta, step, KIND, LAST_BLOCK_N, sizes, tile
+        )
+        delta_error += tl.sum(dlogits, 1)
+    return delta_error
 
 
 @triton.jit
@@ -136,20 +179,21 @@ def _add_keys(
     selection,
     sums,
     delta,
+    dfactors_ptr,
     step,
-    HAS_DFACTORS: tl.constexpr,
+    is_first,
     HAS_DLSE: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     sizes: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Add a tile of keys to dq, the weighted mean of the keys and, with HAS_DFACTORS, the sums for its factor.
+    """Add a tile of keys to dq, the weighted mean of the keys and the gradient of its factor.
 
-    Returns the sums and p * (dp - delta).
+    is_first: the tile is the first of its index. Returns the sums and p * (dp - delta).
     """
-    dq, mean_k, dfactors, mean_logits = sums
-    dlse, softcap = inputs[3], inputs[5]
+    dq, mean_k, dfactor = sums
+    dlse, head_mask, softcap = inputs[3], inputs[4], inputs[6]
     k, slot, logits, weights, errors, factor, slope = _differentiate(
         inputs, factors_ptr, source, selection, delta, step, KIND, BLOCK_N, sizes, tile
     )
@@ -159,13 +203,14 @@ def _add_keys(
     if softcap is not None:
         dlogits *= slope
         weights *= slope
-    if HAS_DFACTORS:
-        is_slot = (tl.arange(0, tile.block_s) == slot)[None, :]
-        dfactors += tl.where(is_slot, tl.sum(dlogits * logits, 1)[:, None], 0.0)
-        mean_logits += tl.where(is_slot, tl.sum(weights * logits, 1)[:, None], 0.0)
+    if dfactors_ptr is not None:
+        # Logits of keys that are not read may be anything.
+        terms = tl.where(dlogits == 0, 0.0, dlogits * logits)
+        dfactor = tl.where(is_first, 0.0, dfactor) + tl.sum(terms, 1)
+        tl.store(dfactors_ptr + slot, tl.sum(tl.where(head_mask, dfactor, 0.0), 0))
     dq = add_product((dlogits * factor).to(k.dtype), k, dq)
     mean_k = add_product((weights * factor).to(k.dtype), k, mean_k)
-    return (dq, mean_k, dfactors, mean_logits), errors
+    return (dq, mean_k, dfactor), errors
 
 
 @triton.jit
@@ -183,12 +228,11 @@ def _differentiate(
 ):
     """Recompute the weights of a tile of keys and differentiate the logits.
 
-    Returns k and its slot, -1 if the index does not count (`load_step`); logits, weights and gradients of the logits
-    [BLOCK_M, BLOCK_N], which of an index that counts are 0 for keys that are not read; the factor; and the slopes of
-    the soft cap. The logits are before factor and soft cap, and before the scale where there are neither; the gradients
-    are with respect to the capped logits.
+    Returns k and its slot (`load_step`); logits, weights and gradients of the logits [BLOCK_M, BLOCK_N], the gradients
+    0 for keys that are not read; the factor; and the slopes of the soft cap. The logits are before factor and soft cap,
+    and before the scale where there are neither; the gradients are with respect to the capped logits.
     """
-    q, dout, lse_log2, _, scale, softcap = inputs
+    q, dout, lse_log2, _, _, scale, softcap = inputs
     k, v, slot, is_read, read = load_step(source, selection, step, KIND, BLOCK_N, sizes, tile)
     factor = load_factor(factors_ptr, slot, is_read)
     PLAIN: tl.constexpr = softcap is None and factors_ptr is None
@@ -213,4 +257,4 @@ def _differentiate(
     dlogits = weights * (dweights - delta[:, None])
     if not PLAIN or KIND != FULL:  # a tile that is read as a whole needs no mask per product
         dlogits = tl.where(read, dlogits, 0.0)
-    return k, tl.where(is_read, slot, -1), logits, weights, dlogits, factor, slope
+    return k, slot, logits, weights, dlogits, factor, slope

@@ -13,11 +13,7 @@ from native_sparse_attention.ops._triton.softcap import cap_logits, cap_slope
 from native_sparse_attention.ops._triton.tiles import add_product, split_finite
 from native_sparse_attention.ops._triton.varlen import load_extent, locate_queries
 from native_sparse_attention.ops.selected_attention.triton.arguments import KeySource
-from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import (
-    finish_dfactors,
-    load_for_gradients,
-    store_gradients,
-)
+from native_sparse_attention.ops.selected_attention.triton.loops.epilogue import load_for_gradients, store_gradients
 from native_sparse_attention.ops.selected_attention.triton.loops.union_loop import (
     count_steps,
     find_slot,
@@ -69,7 +65,7 @@ def union_dq_kernel(
     v_ptr = tensors.v + (row * strides.v[0] + index_head // sizes.repeats * strides.v[2])
     tile_tokens, token_mask = locate_tokens(query_start, first_query, num_queries, BLOCK_T)
     blocks, factors = load_indices_and_factors(
-        tensors, strides, row, index_head, tile_tokens, token_mask, tensors.dfactors is not None, NUM_SELECTED, BLOCK_S
+        tensors, strides, row, index_head, tile_tokens, token_mask, NUM_SELECTED, BLOCK_S
     )
     rows = (row, tokens, heads, mask)
     q, dout, delta, offsets, lse, lse_log2, dlse = load_for_gradients(
@@ -102,7 +98,7 @@ def union_dq_kernel(
         tensors, strides, rows, offsets, (dq, mean_k, delta_error), delta, lse, dlse, scale, sizes.head_dim, BLOCK_D
     )
     if tensors.dfactors is not None:
-        dfactors = finish_dfactors(tensors, strides, rows, (dfactors, mean_logits, delta_error), lse, scale, softcap)
+        dfactors = tl.where(mask[:, None], dfactors - delta_error[:, None] * mean_logits, 0.0)
         dfactors = tl.sum(tl.reshape(dfactors, [BLOCK_T, BLOCK_G, BLOCK_S]), 1)  # [BLOCK_T, BLOCK_S]
         index_rows = (row * layout.seqlen_q + tile_tokens) * tl.num_programs(1) + index_head
         dfactors_mask = token_mask[:, None] & (slots < NUM_SELECTED)[None, :]
@@ -183,10 +179,8 @@ def _differentiate(
     )
     k, v = load_keys(source, first, key_mask, MASKED, sizes, tile)
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
-    slot = 0
-    if HAS_FACTORS or HAS_DFACTORS:
-        slot = find_slot(blocks, block, BLOCK_S)  # [BLOCK_T]
     if HAS_FACTORS:
+        slot = find_slot(blocks, block, BLOCK_S)  # [BLOCK_T]
         # The factor of a block that a query does not read may be anything.
         picked = repeat_for_heads(pick_factor(factors, slot, BLOCK_S), BLOCK_T, BLOCK_G)
         factor = tl.where(is_selected, picked, 0.0)
@@ -199,8 +193,6 @@ def _differentiate(
     logits = tl.dot(q, tl.trans(k), input_precision='ieee')
     if not HAS_FACTORS and softcap is None:
         weights = tl.exp2(tl.fma(logits, scale * 1.4426950408889634, shift[:, None]))
-        if HAS_DFACTORS and not BY_ROW:
-            logits = tl.where(read, logits, 0.0)
     else:
         logits = tl.where(read, logits * scale, 0.0)
         if softcap is None:

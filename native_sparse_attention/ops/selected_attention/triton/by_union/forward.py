@@ -92,7 +92,7 @@ def union_forward_kernel(
         q, scale = -q, -scale
     tile_tokens, token_mask = locate_tokens(query_start, first_query, num_queries, BLOCK_T)
     blocks, factors = load_indices_and_factors(
-        tensors, strides, row, index_head, tile_tokens, token_mask, False, NUM_SELECTED, tile.block_s
+        tensors, strides, row, index_head, tile_tokens, token_mask, NUM_SELECTED, tile.block_s
     )
 
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -83,38 +83,15 @@ def store_gradients(
     in `[B, HQ, T]`.
     """
     dq, mean_k, delta_error = sums
+    row, tokens, heads, mask = rows
     dq = (dq - delta_error[:, None] * mean_k) * scale
     if tensors.gate is not None:
-        dq *= _load_gate(tensors, strides, rows, lse)[:, None]
+        gate_ptr = tensors.gate + (row * strides.gate[0] + tokens * strides.gate[1])
+        gate = tl.load(gate_ptr + heads * strides.gate[2], mask=mask, other=0.0).to(tl.float32)
+        dq *= tl.where(lse == float('-inf'), 0.0, gate)[:, None]  # the gate of an empty row may be anything
     dq_ptr = _find_rows(tensors.dq, strides.dq, rows)
     _store_rows(dq_ptr, strides.dq, rows, dq, HEAD_DIM, BLOCK_D)
-    tl.store(tensors.delta + offsets, delta + delta_error - dlse, mask=rows[3])
-
-
-@triton.jit
-def finish_dfactors(tensors, strides, rows, sums, lse, scale, softcap):
-    """Return the gradients of the factors per row, [BLOCK_M, BLOCK_S], multiplied by the gate if there is one.
-
-    sums: of the gradients of the logits times the logits and of p times the logits, [BLOCK_M, BLOCK_S], and the error
-    of the delta with which they were summed. The logits lack the scale where there is neither factor nor soft cap.
-    """
-    dfactors, mean_logits, delta_error = sums
-    # Both sums of an index that is not read are 0, and so is its gradient, even in a row that is not finite.
-    dfactors = tl.where(mean_logits == 0, dfactors, dfactors - delta_error[:, None] * mean_logits)
-    if softcap is None and tensors.factors is None:
-        dfactors *= scale
-    if tensors.gate is not None:
-        dfactors = tl.where(dfactors == 0, 0.0, dfactors * _load_gate(tensors, strides, rows, lse)[:, None])
-    return tl.where(rows[3][:, None], dfactors, 0.0)
-
-
-@triton.jit
-def _load_gate(tensors, strides, rows, lse):
-    """Load the gate of every row of a tile; 0 for an empty row, whose gate may be anything."""
-    row, tokens, heads, mask = rows
-    gate_ptr = tensors.gate + (row * strides.gate[0] + tokens * strides.gate[1])
-    gate = tl.load(gate_ptr + heads * strides.gate[2], mask=mask, other=0.0).to(tl.float32)
-    return tl.where(lse == float('-inf'), 0.0, gate)
+    tl.store(tensors.delta + offsets, delta + delta_error - dlse, mask=mask)
 
 
 @triton.jit

@@ -199,25 +199,14 @@ def locate_tokens(query_start, first_query, num_queries, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def load_indices_and_factors(
-    tensors,
-    strides,
-    row,
-    index_head,
-    tokens,
-    mask,
-    HAS_DFACTORS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    tensors, strides, row, index_head, tokens, mask, NUM_SELECTED: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Load the indices and factors of every query of a tile, [BLOCK_T, BLOCK_S]; the factors are 0 without factors,
-    and the indices are 0 without factors and their gradients.
-    """
+    """Load the indices and factors of every query of a tile, [BLOCK_T, BLOCK_S]; 0 and 0 without factors."""
     blocks = 0
     factors = 0
-    if HAS_DFACTORS or tensors.factors is not None:
+    if tensors.factors is not None:
         indices_ptr = tensors.indices + (row * strides.indices[0] + index_head * strides.indices[2])
         blocks = load_rows_of_indices(indices_ptr, tokens * strides.indices[1], mask, NUM_SELECTED, BLOCK_S)
-    if tensors.factors is not None:
         factors_ptr = tensors.factors + (row * strides.factors[0] + index_head * strides.factors[2])
         slots = tl.arange(0, BLOCK_S)
         mask = mask[:, None] & (slots < NUM_SELECTED)[None, :]

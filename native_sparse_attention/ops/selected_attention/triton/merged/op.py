@@ -25,7 +25,7 @@ from native_sparse_attention.ops._triton.varlen import flatten, last_dim_contigu
 from native_sparse_attention.ops.selected_attention.triton import op as selected
 from native_sparse_attention.ops.selected_attention.triton.arguments import make_arguments
 from native_sparse_attention.ops.selected_attention.triton.merged.combine import combine_kernel, split_kernel
-from native_sparse_attention.ops.selected_attention.triton.merged.dscale import add_window_dscale
+from native_sparse_attention.ops.selected_attention.triton.merged.dscale import differentiate_scale
 
 
 def merged_attention(
@@ -111,7 +111,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     window = interval.prepare_window(q, k, v, flat, left, softcap, sinks)
     rows = (outs[0], lse_window, dout, dlses[0], weights[0])
     dq, numbers = interval.differentiate_queries(window, scale, *rows, torch.float32)
-    dk = dv = dsinks = empty
+    dk = dv = dscale = dsinks = empty
     if needs_dkv:
         keys, layout, marks = window[3:]
         tensors = (*window[:3], dout, numbers)
@@ -126,10 +126,10 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         *(arguments, dout, dlses[1], *saved, weights[1], None),
         save_low_bits=False,
         needs_dkv=needs_dkv,
-        needs_dscale=needs_dscale and block_scale is not None,
+        needs_dscale=False,
         grad_dtype=torch.float32,
     )
-    far_dq, far_dk, far_dv, dscale, far_delta = grads
+    far_dq, far_dk, far_dv, _, far_delta = grads
     dq = _sum(dq, far_dq, q)
     if needs_dscale or needs_dsinks:
         # The sum of p * dp over all keys. Each part has the sum over its own keys, minus its dlse.
@@ -139,8 +139,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         delta = of_window + of_selected if dlse is None else of_window + of_selected - dlse
         if needs_dscale and block_scale is not None:
             arguments = arguments._replace(layout=make_layout(unflatten(q, flat)))
-            add_window_dscale(dscale, arguments, left, lse, delta, dout)
-            dscale = dscale.to(block_scale.dtype)
+            dscale = differentiate_scale(arguments, lse, delta, dout).to(block_scale.dtype)
         if needs_dsinks and sinks is not None:
             dsinks = interval.differentiate_sinks(sinks, lse, delta)
     if needs_dkv:
