@@ -50,7 +50,8 @@ def gather_last(x: Tensor, size: int, mesh: DeviceMesh) -> Tensor:
     x = F.pad(x, (0, part - x.shape[-1])) if x.shape[-1] < part else x.contiguous()
     parts = x.new_empty(mesh.size() * x.shape[0], *x.shape[1:])
     all_gather_single(parts, x, group=mesh.get_group())
-    return parts.view(mesh.size(), *x.shape).movedim(0, -2).flatten(-2)[..., :size]
+    *others, last = parts.view(mesh.size(), *x.shape)
+    return torch.cat([*others, last[..., : size - part * len(others)]], -1)
 
 
 def is_plain_call() -> bool:

@@ -83,6 +83,8 @@ def train_and_decode(kind: str, dtype: torch.dtype) -> None:
     assert_equal_training(model, one, ids)
     for found, wanted in zip(model(ids, labels=ids), one(ids, labels=ids), strict=True):
         assert_near(found, wanted, 'logits')
+    with torch.no_grad():
+        assert_near(model(ids).view(2, -1), one(ids).view(2, -1), 'logits without gradients')
     model.eval()
     one.eval()
     assert_near(decoded(model, ids), decoded(one, ids), 'logits')
