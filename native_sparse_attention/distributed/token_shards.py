@@ -35,7 +35,8 @@ def gather_tokens(x: Tensor, seqlen: int, mesh: DeviceMesh) -> Tensor:
     The gradient of a shard is the sum over the ranks of the gradients of its tokens.
     """
     whole = DTensor.from_local(x, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Partial()])[:, :seqlen]
+    # Of a view without the padding, each linear layer that reads it would save a copy.
+    return whole.to_local(grad_placements=[Partial()])[:, :seqlen].contiguous()
 
 
 def sum_tokens(x: Tensor, mesh: DeviceMesh, to_shards: bool) -> Tensor:

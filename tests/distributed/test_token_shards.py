@@ -31,15 +31,23 @@ def divided(one: Transformer) -> Transformer:
 
 
 def record_shapes(model: Transformer) -> list[tuple[int, ...]]:
-    """Collect the shapes of hidden states between the parts of the blocks."""
+    """Collect the shapes of hidden states between the parts of the blocks.
+
+    Inputs of linear layers are contiguous, because each layer would save a copy of another one.
+    """
     shapes: list[tuple[int, ...]] = []
 
     def record(_: nn.Module, args: Any, out: Tensor) -> None:
         shapes.extend((tuple(args[0].shape), tuple(out.shape)))
 
+    def check(_: nn.Module, args: Any) -> None:
+        assert args[0].is_contiguous()
+
     for block in model.blocks:
         for module in (block, block.attention, block.feed_forward):
             module.register_forward_hook(record)
+        for module in (block.attention.to_qkv, block.feed_forward[1], model.to_logits):  # type: ignore[index]
+            module.register_forward_pre_hook(check)
     return shapes
 
 
