@@ -50,7 +50,7 @@ class Behaviours(NamedTuple):
     head: type
 
 
-def apply_tp(model: Model, mesh: DeviceMesh, sequence_parallel: bool = False) -> Model:
+def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> Model:
     """Divide the weights of a model over the ranks of a mesh, in place; return the model.
 
     Each rank computes some KV heads with their query heads, and some hidden units; block scores, block selection and

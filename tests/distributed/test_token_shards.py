@@ -168,10 +168,13 @@ def refused() -> None:
     model = divided(one)
     no: Any = 'no'
     for call, message in (
-        (lambda: apply_tp(one, line(), no), "sequence_parallel is 'no', but must be True or False"),
+        (lambda: apply_tp(one, line(), sequence_parallel=no), "sequence_parallel is 'no', but must be True or False"),
         (lambda: apply_cp(model, line()), 'apply_tp had sequence_parallel=True, but must have False for apply_cp'),
         (lambda: apply_pp(model, line()), 'apply_tp had sequence_parallel=True, but must have False for apply_pp'),
-        (lambda: apply_tp(apply_cp(one, line()), line(), True), 'must be False for a model after apply_cp'),
+        (
+            lambda: apply_tp(apply_cp(one, line()), line(), sequence_parallel=True),
+            'must be False for a model after apply_cp',
+        ),
         (lambda: model.blocks[0](torch.zeros(1, 3, 16).double()), 'a module is called without its model'),
         (lambda: model.token_emb(make_ids(2)), 'a module is called without its model'),
     ):

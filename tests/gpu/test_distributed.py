@@ -175,7 +175,8 @@ def decode(merged: bool, sequence_parallel: bool) -> None:
 
 def compare_decoding(merged: bool, sequence_parallel: bool) -> None:
     one = make_model('cuda', merged).eval()
-    model = apply_tp(copy.deepcopy(one), init_device_mesh('cuda', (dist.get_world_size(),)), sequence_parallel)
+    mesh = init_device_mesh('cuda', (dist.get_world_size(),))
+    model = apply_tp(copy.deepcopy(one), mesh, sequence_parallel=sequence_parallel)
     ids = torch.randint(64, (2, 160), generator=torch.Generator().manual_seed(1)).cuda()
     expected = one.generate(ids[:, :100], 24, temperature=0)
     for use_graph in (True, False):
