@@ -74,8 +74,9 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
             Calls with a cache have whole hidden states. Not for Hugging Face models, `apply_cp` and `apply_pp`.
 
     Raises:
-        ValueError: another model or mesh, sizes that the mesh does not divide, or modules of other classes. In a call,
-            on all ranks: ids whose shape differs between ranks, if it is new to each of them.
+        ValueError: another model or mesh, sizes that the mesh does not divide, modules of other classes, or biases that
+            a new model does not have. In a call, on all ranks: ids whose shape differs between ranks, if it is new to
+            each of them.
     """
     from native_sparse_attention.distributed import token_shards
     from native_sparse_attention.distributed.converted import divide_converted, is_converted
@@ -319,6 +320,8 @@ def _check_modules(owner: nn.Module, *names: str) -> None:
     for name in names:
         if type(module := getattr(owner, name)) not in _DIVISIBLE:
             raise ValueError(f'{name} is a {type(module).__name__}, but must be the module of a new model')
+        if getattr(module, 'bias', None) is not None:
+            raise ValueError(f'{name} has a bias, but must have none to be divided')
 
 
 @torch.no_grad()

@@ -375,6 +375,10 @@ def errors() -> None:
     other_block.blocks[1].feed_forward[2] = nn.ReLU()  # type: ignore[operator]
     adapted = make_model()
     adapted.blocks[1].attention.combine_heads = nn.Sequential(adapted.blocks[1].attention.combine_heads)  # type: ignore[assignment]
+    biased: list[Any] = [make_model() for _ in range(3)]
+    for model, name in zip(biased, ('to_logits', 'to_qkv', 'combine_heads'), strict=True):
+        owner = model if name == 'to_logits' else model.blocks[1].attention
+        getattr(owner, name).bias = nn.Parameter(torch.zeros(getattr(owner, name).out_features))
     embedded = make_model()
     embedded.token_emb = nn.Sequential(embedded.token_emb)  # type: ignore[assignment]
     quantised = make_model()
@@ -383,6 +387,9 @@ def errors() -> None:
     cases: list[tuple[str, Any, Any]] = [
         ('token_emb is a Sequential, but must be the module of a new model', embedded, line()),
         (r'to_logits\.weight is of class Quantised, but must be a plain parameter', quantised, line()),
+        ('to_logits has a bias, but must have none to be divided', biased[0], line()),
+        ('to_qkv has a bias', biased[1], line()),
+        ('combine_heads has a bias', biased[2], line()),
         ('combine_heads is a Sequential, but must be the module of a new model', adapted, line()),
         ('mesh has 2 dimensions, but must have 1', make_model(), two),
         ('model is .*, but must be a Transformer', nn.Linear(2, 2), line()),
