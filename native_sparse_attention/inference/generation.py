@@ -122,8 +122,8 @@ class DecodeStep:
         if self.use_graph:
             raise ValueError(
                 f'use_graph is True, but must be None or False where a step of {self.num_tokens} tokens cannot be '
-                f'captured (it can on a GPU, with a preallocated cache, where every layer has a kernel for it and no '
-                f'module has hooks)'
+                f'captured (it can on a GPU, with a preallocated cache, where every layer has a kernel for it, no '
+                f'module has hooks, and the collectives of apply_tp, if any, run over NCCL)'
             )
 
     def _has_changed(self) -> bool:

@@ -16,6 +16,7 @@ from native_sparse_attention import functional
 from native_sparse_attention.compress import ConvLinearCompress
 from native_sparse_attention.core.backend import BackendChoice
 from native_sparse_attention.inference import decode
+from native_sparse_attention.inference.generation import DecodeStep
 from native_sparse_attention.nn.compress.apply import takes_overlapping
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
@@ -94,6 +95,8 @@ def train_and_decode(kind: str, dtype: torch.dtype) -> None:
         cache = model.init_cache(2, 40)
         assert one.decodes_fixed(cache, 1) == (kind != 'dense')
         assert not model.decodes_fixed(cache, 1)
+        with pytest.raises(ValueError, match=r'use_graph is True, .* collectives of apply_tp, if any, run over NCCL'):
+            DecodeStep(model, cache, use_graph=True)
         patch.setattr(local, 'get_backend_config', lambda group: 'cpu:gloo,cuda:nccl')
         assert model.decodes_fixed(cache, 1) == (kind != 'dense')
     mask = torch.arange(33) < torch.tensor([[33], [20]])
