@@ -34,7 +34,7 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     Computation that reads it must be equal on all ranks, so that the gradient is equal too; each x gets that gradient.
     x: a tensor that nothing else reads. Without autograd it is overwritten.
     """
-    if is_plain_call():
+    if calls_directly():
         all_reduce(x := x.contiguous(), group=mesh.get_group())
         return x
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()
@@ -42,7 +42,7 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def gather_last(x: Tensor, size: int, mesh: DeviceMesh) -> Tensor:
     """Return `[..., size]`, of which x is the part of this rank, divided as `Shard` divides the last dimension."""
-    if not is_plain_call():
+    if not calls_directly():
         shape = torch.Size((*x.shape[:-1], size))
         kind: dict[str, Any] = {'shape': shape, 'stride': torch.empty(shape, device='meta').stride()}
         return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False, **kind).full_tensor()
@@ -54,7 +54,7 @@ def gather_last(x: Tensor, size: int, mesh: DeviceMesh) -> Tensor:
     return torch.cat([*others, last[..., : size - part * len(others)]], -1)
 
 
-def is_plain_call() -> bool:
+def calls_directly() -> bool:
     """Return whether collectives are called directly: without autograd and compilation, which DTensors serve.
 
     They run on the current stream then and take the host less time. A CUDA graph can capture them.

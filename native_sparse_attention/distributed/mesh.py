@@ -40,7 +40,7 @@ def check_not_staged(model: nn.Module, function: str) -> None:
 def check_whole_rows(model: nn.Module, function: str) -> None:
     """Raise ValueError for a model whose hidden states `apply_tp` has sharded over the tokens."""
     if hasattr(model, 'token_mesh'):
-        raise ValueError(f'apply_tp had sequence_parallel=True, but must have False for {function}')
+        raise ValueError(f'sequence_parallel of apply_tp was True, but must be False for {function}')
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

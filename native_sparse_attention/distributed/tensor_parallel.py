@@ -94,15 +94,15 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     if sequence_parallel and hasattr(model, 'context_mesh'):
         raise ValueError('sequence_parallel is True, but must be False for a model after apply_cp')
     behaviours = token_shards.BEHAVIOURS if sequence_parallel else _BEHAVIOURS
-    # Of parameters that are replicated and read other tokens on each rank.
-    of_shards: dict[str, Any] = {'mesh': mesh, 'is_shared': sequence_parallel}
+    # With shards of tokens, replicated parameters read other tokens on each rank.
+    replicated: dict[str, Any] = {'mesh': mesh, 'is_shared': sequence_parallel}
     for block in model.blocks:
-        _divide_attention(block.attention, mesh, behaviours, of_shards)
+        _divide_attention(block.attention, mesh, behaviours, replicated)
         norm, first, _, second = block.feed_forward.children()
-        divide(norm, placements={}, behaviour=behaviours.norm, **of_shards)
+        divide(norm, placements={}, behaviour=behaviours.norm, **replicated)
         divide(first, mesh, ROWS)
-        divide(second, placements=COLUMNS, behaviour=behaviours.second, **of_shards)
-    divide(model.norm, placements={}, **of_shards)
+        divide(second, placements=COLUMNS, behaviour=behaviours.second, **replicated)
+    divide(model.norm, placements={}, **replicated)
     is_tied = model.is_tied
     divide(model.token_emb, mesh, ROWS, behaviour=behaviours.embedding)
     if is_tied:
@@ -240,8 +240,8 @@ def _local_rows(ids: Tensor, num_tokens: int, mesh: DeviceMesh) -> tuple[Tensor,
     return index.masked_fill(~is_local & (ids >= 0) & (ids < num_tokens), 0), is_local
 
 
-def _divide_attention(layer: Any, mesh: DeviceMesh, behaviours: Behaviours, of_shards: dict[str, Any]) -> None:
-    divide(layer.norm, placements={}, behaviour=behaviours.norm, **of_shards)
+def _divide_attention(layer: Any, mesh: DeviceMesh, behaviours: Behaviours, replicated: dict[str, Any]) -> None:
+    divide(layer.norm, placements={}, behaviour=behaviours.norm, **replicated)
     layer.to_qkv = SplitLinear.of(layer.to_qkv, layer.projection_sizes)
     divide(layer.to_qkv, mesh, dict.fromkeys(layer.to_qkv.names, Shard(0)))
     divide(layer.combine_heads, mesh, COLUMNS, behaviour=behaviours.combine_heads)
@@ -322,6 +322,9 @@ def _check_modules(owner: nn.Module, *names: str) -> None:
             raise ValueError(f'{name} is a {type(module).__name__}, but must be the module of a new model')
         if getattr(module, 'bias', None) is not None:
             raise ValueError(f'{name} has a bias, but must have none to be divided')
+        for option in ('padding_idx', 'max_norm', 'scale_grad_by_freq'):  # of an embedding
+            if (value := getattr(module, option, None)) is not None and value is not False:
+                raise ValueError(f'{name} has {option}={value}, but must have none to be divided')
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def sum_tokens(x: Tensor, mesh: DeviceMesh, to_shards: bool) -> Tensor:
                 'a module is called without its model, but after apply_tp with sequence_parallel=True it must be under '
                 'torch.no_grad()'
             )
-        return sum_over_ranks(x, mesh)
+        return sum_over_ranks(x.clone(), mesh)  # hooks of a linear layer may have kept x
     padding = -x.shape[1] % mesh.size()
     x = F.pad(x, (0, 0, 0, padding)) if padding else x
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)]).to_local()

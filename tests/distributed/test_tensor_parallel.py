@@ -382,6 +382,8 @@ def errors() -> None:
     for model, name in zip(biased, ('to_logits', 'to_qkv', 'combine_heads'), strict=True):
         owner = model if name == 'to_logits' else model.blocks[1].attention
         getattr(owner, name).bias = nn.Parameter(torch.zeros(getattr(owner, name).out_features))
+    padded = make_model()
+    padded.token_emb.padding_idx = 0
     embedded = make_model()
     embedded.token_emb = nn.Sequential(embedded.token_emb)  # type: ignore[assignment]
     quantised = make_model()
@@ -393,6 +395,7 @@ def errors() -> None:
         ('to_logits has a bias, but must have none to be divided', biased[0], line()),
         ('to_qkv has a bias', biased[1], line()),
         ('combine_heads has a bias', biased[2], line()),
+        ('token_emb has padding_idx=0, but must have none to be divided', padded, line()),
         ('combine_heads is a Sequential, but must be the module of a new model', adapted, line()),
         ('mesh has 2 dimensions, but must have 1', make_model(), two),
         ('model is .*, but must be a Transformer', nn.Linear(2, 2), line()),

@@ -169,8 +169,8 @@ def refused() -> None:
     no: Any = 'no'
     for call, message in (
         (lambda: apply_tp(one, line(), sequence_parallel=no), "sequence_parallel is 'no', but must be True or False"),
-        (lambda: apply_cp(model, line()), 'apply_tp had sequence_parallel=True, but must have False for apply_cp'),
-        (lambda: apply_pp(model, line()), 'apply_tp had sequence_parallel=True, but must have False for apply_pp'),
+        (lambda: apply_cp(model, line()), 'sequence_parallel of apply_tp was True, but must be False for apply_cp'),
+        (lambda: apply_pp(model, line()), 'sequence_parallel of apply_tp was True, but must be False for apply_pp'),
         (
             lambda: apply_tp(apply_cp(one, line()), line(), sequence_parallel=True),
             'must be False for a model after apply_cp',
