@@ -47,7 +47,7 @@ def sum_tokens(x: Tensor, mesh: DeviceMesh, to_shards: bool) -> Tensor:
                 'a module is called without its model, but after apply_tp with sequence_parallel=True it must be under '
                 'torch.no_grad()'
             )
-        return sum_over_ranks(x.clone(), mesh)  # hooks of a linear layer may have kept x
+        return sum_over_ranks(x, mesh)
     padding = -x.shape[1] % mesh.size()
     x = F.pad(x, (0, 0, 0, padding)) if padding else x
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
@@ -96,6 +96,8 @@ class _Attention(HeadsOfRank):
         x = x if seqlen is None else gather_tokens(x, seqlen, self.tensor_mesh)
         out = super().forward(x, *args, **options)
         out, *beside = out if isinstance(out, tuple) else (out,)
+        if seqlen is None:  # hooks of combine_heads may have kept it
+            out = out.clone()
         out = sum_tokens(out, self.tensor_mesh, seqlen is not None)
         return (out, *beside) if beside else out
 

@@ -271,11 +271,12 @@ def test_casts(tmp_path: Path) -> None:
     run_processes(cast_divided, 2, tmp_path)
 
 
-def train_with_sharding(kind: str) -> None:
+def train_with_sharding(kind: str, sequence_parallel: bool) -> None:
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'tensor'))
     model = make_model(kind)
     one, rank, ids = copy.deepcopy(model), mesh['data'].get_local_rank(), make_ids(4)
-    apply_fsdp(apply_tp(model, mesh['tensor']), mesh['data'])
+    apply_tp(model, mesh['tensor'], sequence_parallel=sequence_parallel)
+    apply_fsdp(model, mesh['data'])
     assert_equal_training(model, one, ids, slice(2 * rank, 2 * rank + 2))
     model(ids[2 * rank : 2 * rank + 2], return_loss=True).backward()
     one(ids, return_loss=True).backward()
@@ -287,9 +288,10 @@ def train_with_sharding(kind: str) -> None:
 
 
 @full
+@pytest.mark.parametrize('sequence_parallel', [False, True])
 @pytest.mark.parametrize('kind', ['separate', 'merged'])
-def test_with_sharded_data_parallelism(kind: str, tmp_path: Path) -> None:
-    run_processes(train_with_sharding, 4, tmp_path, kind)
+def test_with_sharded_data_parallelism(kind: str, sequence_parallel: bool, tmp_path: Path) -> None:
+    run_processes(train_with_sharding, 4, tmp_path, kind, sequence_parallel)
 
 
 def train_compiled() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from native_sparse_attention.transformer import Transformer
 from tests.support.processes import run_processes
-from tests.support.sharded_models import KINDS, assert_near, gradients, joined, make_ids, make_model, whole
+from tests.support.sharded_models import KINDS, assert_near, gradients, joined, make_ids, make_model
 
 pytest.importorskip('torch.distributed.fsdp', exc_type=ImportError)
 from torch.distributed import init_device_mesh
@@ -119,28 +119,6 @@ def train_with_inputs() -> None:
 @full
 def test_inputs(tmp_path: Path) -> None:
     run_processes(train_with_inputs, 2, tmp_path)
-
-
-def train_with_sharding(kind: str) -> None:
-    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'tensor'))
-    one, rank, ids = make_model(kind), mesh['data'].get_local_rank(), make_ids(4)
-    mine = slice(2 * rank, 2 * rank + 2)
-    model = apply_tp(copy.deepcopy(one), mesh['tensor'], sequence_parallel=True)
-    apply_fsdp(model, mesh['data'])
-    assert_equal_training(model, one, ids, mine)
-    model(ids[mine], return_loss=True).backward()
-    one(ids, return_loss=True).backward()
-    norm, expected = (nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, one))
-    assert_near(whole(norm), expected, 'norm')
-    model.eval()
-    one.eval()
-    assert torch.equal(model.generate(ids, 4, seed=3), one.generate(ids, 4, seed=3))
-
-
-@full
-@pytest.mark.parametrize('kind', ['separate', 'merged'])
-def test_with_sharded_data_parallelism(kind: str, tmp_path: Path) -> None:
-    run_processes(train_with_sharding, 4, tmp_path, kind)
 
 
 def train_compiled() -> None:
